@@ -1,0 +1,204 @@
+// Attention of R query rows to a range of tokens, by one simdgroup: a partial result for merge.metal.
+//
+// The tokens are walked 32 at a time. LK lanes share a key, C coordinates each; a transposing butterfly then gives each
+// lane the score of one key, for the softmax; the values are read as the keys are. A decoded row serves all R query rows.
+
+constexpr int C = chunk(D), LK = lanes(D), CV = chunk(DV), LV = lanes(DV);
+const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
+const int splits = params[5], tiles = params[6], mean_pages = params[7];
+
+const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
+const int item = threadgroup_position_in_grid.x * NSG + sg;
+const int kv_head = threadgroup_position_in_grid.y, batch = threadgroup_position_in_grid.z;
+const int tile = item % tiles, split = item / tiles;
+const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of tokens
+
+threadgroup float scratch[NSG * R * D];
+threadgroup float levels[32];
+if (sg == 0) levels[lane] = consts[8 + lane];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (split >= splits) return;
+
+// Read the queries, rotate them, and keep this lane's coordinates.
+threadgroup float* rotated = scratch + sg * R * D;
+const int first_row = tile * R, rows = G * L;
+for (int r = 0; r < R; ++r) {
+  const int row = min(first_row + r, rows - 1);
+  const size_t head = batch * size_t(params[12]) * G + kv_head * G + row % G;
+  device const T* from = query + (head * L + row / G) * D;
+  for (int i = lane; i < D; i += 32) rotated[r * D + i] = float(from[i]) * k_signs[i] * consts[0];
+  hadamard<D>(rotated + r * D, k_mix, lane);
+}
+const int kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
+const int k_chunk = min(kl, D / C - 1), v_chunk = min(vl, DV / CV - 1);
+float q[R][C], q_sum[R];
+#pragma unroll
+for (int r = 0; r < R; ++r) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < C; ++e) {
+    const float x = kl * C < D ? rotated[r * D + k_chunk * C + e] : 0.0f;
+    sum += x;
+    q[r][e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
+  }
+  q_sum[r] = group_sum<LK>(sum) * code_offset<KB, LLOYD>();
+}
+float q_jl[QJL ? R : 1][C], jl_sum[QJL ? R : 1];
+if (QJL) {
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int r = 0; r < R; ++r) {
+    for (int i = lane; i < D; i += 32) rotated[r * D + i] *= k_jl_signs[i] * consts[2];
+    hadamard<D>(rotated + r * D, k_mix, lane);
+  }
+#pragma unroll
+  for (int r = 0; r < (QJL ? R : 1); ++r) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < C; ++e) {
+      const float x = kl * C < D ? rotated[r * D + k_chunk * C + e] : 0.0f;
+      sum += x;
+      q_jl[r][e] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2) );
+    }
+    jl_sum[r] = group_sum<LK>(sum);
+  }
+}
+
+// Where the tokens of this batch row are.
+const int pad = info[batch * 8], first = info[batch * 8 + 1], n_packed = info[batch * 8 + 2];
+const int n_exact = first + info[batch * 8 + 3];
+const int packed_blocks = (n_packed + 31) / 32, blocks = packed_blocks + (n_exact + 31) / 32;
+const int share = (blocks + splits - 1) / splits;
+const int begin = split * share, end = min(begin + share, blocks);
+const int last_seen = columns - L + min(first_row + R - 1, rows - 1) / G;
+
+float acc[R][CV], top[R], denominator[R], weight_sum[R], mean_score[R];
+#pragma unroll
+for (int r = 0; r < R; ++r) {
+  top[r] = LOWEST;
+  denominator[r] = weight_sum[r] = mean_score[r] = 0.0f;
+#pragma unroll
+  for (int e = 0; e < CV; ++e) acc[r][e] = 0.0f;
+}
+
+for (int block = begin; block < end; ++block) {
+  const bool coded = block < packed_blocks;
+  const int start = (coded ? block : block - packed_blocks) * 32, live = coded ? n_packed : n_exact;
+  const size_t base = slot * (coded ? capacity : exact_capacity);
+  const int token = start + int(lane), column = pad + (coded ? first + token : token < first ? token : n_packed + token);
+  if (MASK == 1 && pad + (coded ? first + start : start < first ? start : n_packed + start) > last_seen) continue;
+
+  // Scores: this lane ends up with that of `token`.
+  float score[R];
+  {
+    float parts[R][LK], jl_parts[QJL ? R : 1][LK];
+#pragma unroll
+    for (int i = 0; i < LK; ++i) {
+      const size_t at = base + min(start + kg * LK + i, live - 1);
+      float x[C];
+      if (coded) {
+        load_chunk<C, KB, LLOYD, DENORMAL>(
+            k_codes + at * KWORDS, k_plane + at * row_words(D, 1), levels, k_chunk, x);
+      } else {
+        load_exact<C, KB, LLOYD, DENORMAL>(k_exact + at * D, k_chunk, x);
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) parts[r][i] = dot<C>(q[r], x);
+      if (QJL) {
+        const uint bits = coded ? load_bits<C>(k_jl + at * row_words(D, 1), k_chunk) : 0u;
+#pragma unroll
+        for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
+#pragma unroll
+        for (int r = 0; r < (QJL ? R : 1); ++r) jl_parts[r][i] = dot<C>(q_jl[r], x);
+      }
+    }
+    const size_t mine = base + min(token, live - 1);
+    const float scale = coded && KB != RAW ? float(k_scale[mine]) : 1.0f;
+    const float residual = coded && QJL ? float(k_residual[mine]) : 0.0f;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      score[r] = transpose_sum<LK>(parts[r], kl) - (coded ? q_sum[r] : 0.0f);
+      if (QJL) score[r] += residual * (transpose_sum<LK>(jl_parts[QJL ? r : 0], kl) - jl_sum[QJL ? r : 0]);
+      score[r] *= scale;
+    }
+  }
+  if (CENTERED && coded) {
+    if (block == begin || start % PAGE == 0) {
+      float x[C];
+      load_exact<C, KB, LLOYD, DENORMAL>(k_mean + (slot * mean_pages + start / PAGE) * D, k_chunk, x);
+#pragma unroll
+      for (int r = 0; r < R; ++r) mean_score[r] = group_sum<LK>(dot<C>(q[r], x));
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) score[r] += mean_score[r];
+  }
+
+  // Online softmax, one maximum for all 32 tokens.
+  float weight[R];
+  const float value_scale = coded && VB != RAW ? float(v_scale[base + min(token, live - 1)]) : 1.0f;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int row = min(first_row + r, rows - 1);
+    bool seen = token < live;
+    float s = score[r];
+    if (SOFTCAP) s = consts[1] * tanh(s / consts[1]);
+    if (MASK == 1) seen = seen && column <= columns - L + row / G;
+    if (MASK >= 2) {
+      const size_t at = batch * size_t(params[8]) + (kv_head * G + row % G) * size_t(params[9]) +
+          (row / G) * size_t(params[10]) + min(column, columns - 1) * size_t(params[11]);
+      if (MASK == 2) seen = seen && bool(mask[at]);
+      if (MASK == 3) s += float(mask[at]);
+    }
+    seen = seen && !(s == -INFINITY);
+    s *= LOG2E;
+    if (s < LOWEST) s = LOWEST;  // a NaN stays, so that it shows
+    const float new_top = max(top[r], simd_max(seen && s > LOWEST ? s : LOWEST)), shrink = exp2(top[r] - new_top);
+    const float p = seen ? exp2(s - new_top) : 0.0f;
+    weight[r] = seen ? p * value_scale : 0.0f;
+    top[r] = new_top;
+    denominator[r] = fma(denominator[r], shrink, p);
+    weight_sum[r] = fma(weight_sum[r], shrink, coded ? weight[r] : 0.0f);
+#pragma unroll
+    for (int e = 0; e < CV; ++e) acc[r][e] *= shrink;
+  }
+
+  // Values.
+#pragma unroll
+  for (int i = 0; i < LV; ++i) {
+    const int from = vg * LV + i;
+    const size_t at = base + min(start + from, live - 1);
+    float x[CV];
+    if (coded) {
+      load_chunk<CV, VB, LLOYD, DENORMAL>(
+          v_codes + at * VWORDS, v_plane + at * row_words(DV, 1), levels + 16, v_chunk, x);
+    } else {
+      load_exact<CV, VB, LLOYD, DENORMAL>(v_exact + at * DV, v_chunk, x);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float w = simd_shuffle(weight[r], ushort(from));
+#pragma unroll
+      for (int e = 0; e < CV; ++e) acc[r][e] = fma(x[e], w, acc[r][e]);
+    }
+  }
+}
+
+// Add up the lanes and write, still rotated.
+#pragma unroll
+for (int r = 0; r < R; ++r) {
+  const float total = simd_sum(denominator[r]);
+  const float offset = simd_sum(weight_sum[r]) * code_offset<VB, LLOYD>();
+  const int row = first_row + r;
+  const size_t at = ((slot * rows + row) * splits + split);
+#pragma unroll
+  for (int e = 0; e < CV; ++e) {
+    float x = acc[r][e];
+#pragma unroll
+    for (int w = LV; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
+    x = x * coordinate_scale<VB, LLOYD, DENORMAL>(e) - offset;
+    if (vg == 0 && vl * CV < DV && row < rows) partial[at * DV + vl * CV + e] = x;
+  }
+  if (lane == 0 && row < rows) {
+    softmax[at * 2] = top[r];
+    softmax[at * 2 + 1] = total;
+  }
+}

@@ -1,0 +1,60 @@
+// Goes in front of tq.h for mx.fast.cuda_kernel: maps the part of Metal's language that the kernels use onto CUDA.
+// Arrays in threadgroup memory are declared __shared__ by kernels.cuda_text.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#ifndef NAN
+#define NAN __int_as_float(0x7fffffff)
+#endif
+
+#define TQ_FUNC __device__ __forceinline__
+#define device
+#define constant
+#define thread
+#define threadgroup
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef __half float16_t;
+typedef __nv_bfloat16 bfloat16_t;
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+TQ_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
+TQ_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
+
+template <typename To, typename From>
+TQ_FUNC To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  To out;
+  memcpy(&out, &x, sizeof(out));
+  return out;
+}
+
+TQ_FUNC int clamp(int x, int low, int high) { return min(max(x, low), high); }
+
+template <typename T>
+TQ_FUNC T simd_shuffle(T x, ushort lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+template <typename T>
+TQ_FUNC T simd_shuffle_xor(T x, ushort mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+template <typename T>
+TQ_FUNC T simd_sum(T x) {
+  for (int w = 16; w > 0; w /= 2) x += __shfl_xor_sync(0xffffffffu, x, w);
+  return x;
+}
+template <typename T>
+TQ_FUNC T simd_max(T x) {
+  for (int w = 16; w > 0; w /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, w));
+  return x;
+}
+
+#define threadgroup_position_in_grid blockIdx
+#define thread_index_in_simdgroup (threadIdx.x & 31u)
+#define simdgroup_index_in_threadgroup (threadIdx.x >> 5)

@@ -1,0 +1,49 @@
+// Decodes keys and values of every column to dense rows in the original basis; one simdgroup a row.
+
+constexpr int MAX_D = D > DV ? D : DV;
+const int columns = params[2], capacity = params[3], exact_capacity = params[4], mean_pages = params[7];
+const int n_kv_heads = params[12], n_rows = params[13];
+const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
+const int item = threadgroup_position_in_grid.x * NSG + sg;
+threadgroup float scratch[NSG * MAX_D];
+if (item >= n_rows) return;
+
+const int slot = item / columns, batch = slot / n_kv_heads;
+const int token = item % columns - info[batch * 8];
+const int first = info[batch * 8 + 1], n_packed = info[batch * 8 + 2];
+const bool coded = token >= first && token < first + n_packed;
+const int place = coded ? token - first : token < first ? token : token - n_packed;
+const size_t at = size_t(slot) * (coded ? capacity : exact_capacity) + max(place, 0);
+threadgroup float* y = scratch + sg * MAX_D;
+
+if (threadgroup_position_in_grid.y == 0) {
+  if (coded) {
+    if (QJL) {
+      for (int i = lane; i < D; i += 32) y[i] = k_jl[at * row_words(D, 1) + i / 32] >> (i % 32) & 1u ? 1.0f : -1.0f;
+      hadamard<D>(y, k_mix, lane);
+    }
+    const float scale = KB == RAW ? 1.0f : float(k_scale[at]);
+    const float weight = QJL ? float(k_residual[at]) * consts[2] : 0.0f;
+    for (int i = lane; i < D; i += 32) {
+      float x = coordinate<D, KB, LLOYD>(k_codes + at * KWORDS, k_plane + at * row_words(D, 1), consts + 8, i);
+      if (QJL) x += weight * (y[i] * k_jl_signs[i]);
+      x *= scale;
+      if (CENTERED) x += float(k_mean[(size_t(slot) * mean_pages + place / PAGE) * D + i]);
+      y[i] = x;
+    }
+  } else {
+    for (int i = lane; i < D; i += 32) y[i] = token < 0 ? 0.0f : float(k_exact[at * D + i]);
+  }
+  hadamard<D>(y, k_mix, lane);
+  for (int i = lane; i < D; i += 32) k_dense[size_t(item) * D + i] = KT(y[i] * consts[4] * k_signs[i]);
+} else {
+  if (coded) {
+    const float scale = VB == RAW ? 1.0f : float(v_scale[at]);
+    for (int i = lane; i < DV; i += 32)
+      y[i] = scale * coordinate<DV, VB, LLOYD>(v_codes + at * VWORDS, v_plane + at * row_words(DV, 1), consts + 24, i);
+  } else {
+    for (int i = lane; i < DV; i += 32) y[i] = token < 0 ? 0.0f : float(v_exact[at * DV + i]);
+  }
+  hadamard<DV>(y, v_mix, lane);
+  for (int i = lane; i < DV; i += 32) v_dense[size_t(item) * DV + i] = VT(y[i] * consts[3] * v_signs[i]);
+}

@@ -1,0 +1,50 @@
+// Quantises and packs new key and value rows, rotating them first if ROTATE; one simdgroup a row.
+
+constexpr int MAX_D = D > DV ? D : DV;
+const int L = params[1], mean_pages = params[7], n_rows = params[13];
+const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
+const int row = threadgroup_position_in_grid.x * NSG + sg;
+threadgroup float scratch[NSG * MAX_D];
+if (row >= n_rows) return;
+
+threadgroup float* y = scratch + sg * MAX_D;
+if (threadgroup_position_in_grid.y == 0) {
+  if (KB == RAW) {  // keys stay as they are: there is nothing to write but the place-holders
+    if (row == 0 && lane < 8) {
+      k_words[lane] = 0u;
+      k_scales[lane] = 0.0f;
+    }
+    return;
+  }
+  device const T* from = keys + size_t(row) * D;
+  if (ROTATE) {
+    rotate_row<D>(from, k_signs, k_mix, y, consts[4], consts[5], lane);
+  } else {
+    for (int i = lane; i < D; i += 32) y[i] = float(from[i]);
+  }
+  if (CENTERED) {
+    const size_t page = size_t(row / L) * mean_pages + row % L / PAGE;
+    for (int i = lane; i < D; i += 32) y[i] -= float(k_mean[page * D + i]);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  quantise_row<D, KB == RAW ? 4 : KB, LLOYD, QJL, NORM>(
+      y, k_jl_signs, k_mix, k_table, k_words + size_t(row) * KWORDS, k_scales + size_t(row) * (QJL ? 2 : 1), consts[6],
+      lane);
+} else {
+  if (VB == RAW) {
+    if (row == 0 && lane < 8) {
+      v_words[lane] = 0u;
+      v_scales[lane] = 0.0f;
+    }
+    return;
+  }
+  device const T* from = values + size_t(row) * DV;
+  if (ROTATE) {
+    rotate_row<DV>(from, v_signs, v_mix, y, consts[3], consts[7], lane);
+  } else {
+    for (int i = lane; i < DV; i += 32) y[i] = float(from[i]);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  quantise_row<DV, VB == RAW ? 4 : VB, LLOYD, false, NORM>(
+      y, k_jl_signs, v_mix, v_table, v_words + size_t(row) * VWORDS, v_scales + size_t(row), consts[6], lane);
+}

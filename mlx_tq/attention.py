@@ -1,0 +1,219 @@
+"""Scaled dot-product attention over packed keys and values."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from . import kernels
+from .codec import FLOAT_DTYPES, PackedRows, dequantise, live_regions
+from .rotation import hadamard, rotate_back
+
+# Bounds on what the ops path holds at a time: score elements of a block, and tokens of a block.
+_BLOCK_SCORES = 1 << 21
+_BLOCK_TOKENS = 2048
+_QUERY_ROWS = 512
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def attention(
+    q: mx.array,
+    keys: PackedRows,
+    values: PackedRows,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+) -> mx.array:
+    """softmax(scale * q keys^T + mask) values, straight from the packed rows.
+
+    Shapes: q `(B, n_heads, L, D)` float16, bfloat16 or float32; keys D wide and values Dv wide, n_heads a multiple of
+    n_kv_heads; the result is `(B, n_heads, L, Dv)` in q's dtype. S is the length of keys and values.
+
+    Args:
+        scale: factor of the scores.
+        mask: None, "causal" (the last query sees all S columns), or an array that broadcasts to `(B, n_heads, L, S)`:
+            bool (True is seen) or additive. Columns of left padding are never seen. A query that sees nothing gets 0.
+        sinks: logits `(n_heads,)` that take part in the softmax and have no value.
+        softcap: scores become softcap * tanh(score / softcap) before the mask.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not go together.
+    """
+    _check(q, keys, values, mask, sinks, softcap)
+    why = _ops_reason(keys, values)
+    if why is None and q.size:
+        return kernels.attend(q, keys, values, scale, mask, sinks, softcap)
+    if keys.fused == "require" and why is not None:
+        raise ValueError(f'fused="require", but {why}')
+    return ops_attention(q, keys, values, scale, mask, sinks, softcap)
+
+
+def _ops_reason(keys: PackedRows, values: PackedRows) -> str | None:
+    return 'fused="never"' if keys.fused == "never" else kernels.reason(keys.dim, values.dim)
+
+
+def explain(keys, values: PackedRows | None = None) -> str:
+    """Which path attention takes here: "kernels (metal)", "kernels (cuda)" or "MLX ops: " and the reason.
+
+    Takes packed keys and values, a TQKVCache that holds tokens, or a list of caches (then one line for each).
+    """
+    if isinstance(keys, list | tuple):
+        return "\n".join(
+            f"{i}: {explain(c) if hasattr(c, 'rows') else type(c).__name__ + ', not compressed'}"
+            for i, c in enumerate(keys)
+        )
+    if values is None:
+        keys, values = keys.rows
+    why = _ops_reason(keys, values)
+    return f"kernels ({kernels.backend()})" if why is None else f"MLX ops: {why}"
+
+
+def _check(q, keys, values, mask, sinks, softcap) -> None:
+    if not isinstance(q, mx.array) or q.ndim != 4 or q.dtype not in FLOAT_DTYPES:
+        got = f"{q.dtype} {q.shape}" if isinstance(q, mx.array) else type(q).__name__
+        raise ValueError(f"q must be a float array (B, n_heads, L, head_dim), got {got}")
+    for name, rows in (("keys", keys), ("values", values)):
+        if not isinstance(rows, PackedRows) or rows.kind != name:
+            raise ValueError(f"{name} must be PackedRows made by encode_{name} or a TQKVCache, got {rows!r:.80}")
+    b, n_heads, length, dim = q.shape
+    if keys.layout != values.layout or keys.n_kv_heads != values.n_kv_heads:
+        raise ValueError(f"keys and values must hold the same tokens, got {keys.shape} and {values.shape}")
+    if keys.shape[0] != b or dim != keys.dim:
+        raise ValueError(f"q must match keys {keys.shape} in batch and head_dim, got {q.shape}")
+    if n_heads % keys.n_kv_heads:
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads {keys.n_kv_heads}, got {n_heads}")
+    if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f'mask must be None, "causal" or an array, got {mask!r}')
+    elif mask is not None:
+        full = (b, n_heads, length, keys.shape[2])
+        if mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"mask must be bool or float, got {mask.dtype}")
+        if mask.ndim > 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], full[::-1], strict=False)):
+            raise ValueError(f"mask must broadcast to {full}, got {mask.shape}")
+    if sinks is not None and sinks.shape != (n_heads,):
+        raise ValueError(f"sinks must have shape ({n_heads},), got {sinks.shape}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+
+
+# ------------------------------------------------------------------ the ops path
+
+
+def _segments(keys: PackedRows, values: PackedRows, block: int):
+    """Yields (columns `(B, n)`, live `(B, n)`, load) of every block of tokens.
+
+    `columns` says where each token stands in the attention matrix, `live` whether it exists, and load(rows) gives its
+    rotated row, float32 `(B, n_kv_heads, n, D)`.
+    """
+    layout = keys.layout
+    pad, first, packed, recent = (
+        np.array(f)[:, None] for f in (layout.pad, layout.first, layout.packed, layout.recent)
+    )
+    paged = keys.format.page
+    block = -(-block // paged) * paged
+    for start in range(0, int(packed.max()), block):
+        stop = min(start + block, int(packed.max()))
+        token = np.arange(start, stop)[None]
+
+        def load(rows, start=start, stop=stop):
+            regions = live_regions(rows, start, stop)
+            return dequantise(regions, rows.format, rows.kind, rows.dim, rows.signs[1])
+
+        yield pad + first + token, token < packed, load
+    for start in range(0, int((first + recent).max()), block):
+        stop = min(start + block, int((first + recent).max()))
+        token = np.arange(start, stop)[None]
+
+        def load(rows, start=start, stop=stop):
+            return rows.exact[:, :, start:stop].astype(mx.float32)
+
+        yield pad + np.where(token < first, token, packed + token), token < first + recent, load
+
+
+def _take_columns(mask: mx.array, columns: np.ndarray) -> mx.array:
+    """Columns `(B, n)` of a mask `(B or 1, H, L, S or 1)`."""
+    if mask.shape[-1] == 1:
+        return mask
+    if (columns == columns[:1]).all():
+        start, n = int(columns[0, 0]), columns.shape[1]
+        if (columns[0] == np.arange(start, start + n)).all():
+            return mask[..., start : start + n]
+        return mx.take(mask, mx.array(columns[0].astype(np.int32)), axis=-1)
+    b, h, length = columns.shape[0], *mask.shape[1:3]
+    mask = mx.broadcast_to(mask, (b, *mask.shape[1:]))
+    index = mx.broadcast_to(mx.array(columns.astype(np.int32))[:, None, None], (b, h, length, columns.shape[1]))
+    return mx.take_along_axis(mask, index, axis=-1)
+
+
+def ops_attention(q, keys, values, scale, mask, sinks, softcap) -> mx.array:
+    """Online softmax over blocks of tokens, each decoded for itself: nothing of size n_heads * S is ever held."""
+    length = q.shape[2]
+    if length > _QUERY_ROWS:
+        parts = []
+        if mask is not None and not isinstance(mask, str):
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        for start in range(0, length, _QUERY_ROWS):
+            part = q[:, :, start : start + _QUERY_ROWS]
+            rows = mask
+            if mask is not None and not isinstance(mask, str) and mask.shape[2] > 1:
+                rows = mask[:, :, start : start + _QUERY_ROWS]
+            if parts:
+                part = mx.depends(part, parts[-1])  # one part of the queries at a time
+            parts.append(_online(part, keys, values, scale, rows, sinks, softcap, length - start))
+        return mx.concatenate(parts, axis=2)
+    return _online(q, keys, values, scale, mask, sinks, softcap, length)
+
+
+def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array:
+    """Attention of some query rows; the first of them is `remaining` tokens from the end of the columns."""
+    b, n_heads, length, dim = q.shape
+    n_kv = keys.n_kv_heads
+    groups = n_heads // n_kv
+    q_rot = hadamard(q.astype(mx.float32) * keys.signs[0]) * (scale * dim**-0.5)
+    q_rot = q_rot.reshape(b, n_kv, groups * length, dim)
+    total = keys.layout.length
+    position = mx.arange(total - remaining, total - remaining + length)[:, None]
+    is_array = mask is not None and not isinstance(mask, str)
+    if is_array:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+    if sinks is None:
+        top = mx.full((b, n_kv, groups * length, 1), _LOWEST)
+        denominator = mx.zeros(top.shape)
+    else:
+        top = mx.broadcast_to(sinks.astype(mx.float32)[:, None], (b, n_heads, length)).reshape(b, n_kv, -1, 1)
+        denominator = mx.ones(top.shape)
+    out = mx.zeros((b, n_kv, groups * length, values.dim))
+
+    rows = b * n_heads * length
+    block = max(keys.format.page, min(_BLOCK_TOKENS, _BLOCK_SCORES // rows))
+    for columns, live, load in _segments(keys, values, block):
+        count = columns.shape[1]
+        scores = q_rot @ mx.depends(load(keys), out).swapaxes(-1, -2)
+        scores = scores.reshape(b, n_heads, length, count)
+        if softcap is not None:
+            scores = softcap * mx.tanh(scores / softcap)
+        if is_array:
+            part = _take_columns(mask, columns)
+            scores = mx.where(part, scores, -mx.inf) if part.dtype == mx.bool_ else scores + part.astype(mx.float32)
+        if not live.all():
+            scores = mx.where(mx.array(live)[:, None, None], scores, -mx.inf)
+        if mask is not None and not is_array and columns.max() > total - remaining:
+            seen = mx.array(columns.astype(np.int32))[:, None, None] <= position
+            scores = mx.where(seen, scores, -mx.inf)
+        scores = scores.reshape(b, n_kv, groups * length, count)
+        # A finite floor keeps exp(-inf - -inf) out; rows that see nothing keep weight 0.
+        new_top = mx.maximum(top, mx.max(scores, axis=-1, keepdims=True))
+        weights = mx.exp(scores - new_top)
+        shrink = mx.exp(top - new_top)
+        denominator = denominator * shrink + mx.sum(weights, axis=-1, keepdims=True)
+        dense = load(values)
+        if not live.all():
+            dense = mx.where(mx.array(live)[:, None, :, None], dense, 0)  # spare rows may hold anything
+        out = out * shrink + weights @ dense
+        top = new_top
+    out = out / mx.where(denominator > 0, denominator, 1)
+    return rotate_back(out, values.signs[0]).reshape(b, n_heads, length, values.dim).astype(q.dtype)

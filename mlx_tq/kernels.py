@@ -1,0 +1,526 @@
+"""Registers the kernels in `kernels/` and launches them on packed rows.
+
+The same text runs through `mx.fast.metal_kernel` and, with `cuda.h` in front, through `mx.fast.cuda_kernel`. Each
+kernel is built once; lengths are inputs, so no kernel is compiled again as a cache grows. `kernels/README.md` lists the
+buffers. Everything a kernel takes for granted is checked here before it is launched.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from functools import cache, lru_cache
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from . import codec
+from .codebook import STEP_CHOICES, uniform_steps
+from .codec import Layout, PackedRows
+from .format import RAW_BITS, TQFormat
+from .packing import Regions, field_width, words
+from .rotation import layer_signs, paley, split_dim
+
+NSG = 4  # simdgroups of a threadgroup
+_THREADGROUP_BYTES = 32 << 10
+_MAX_DIM = 512
+_MAX_SPLITS = 128
+# Simdgroups that keep a device busy, by back end.
+_WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
+_BLOCK = 32  # tokens a simdgroup takes at a time
+_MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
+
+
+_INPUTS = {
+    "attend": "query k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact mask "
+    "k_signs k_jl_signs k_mix info params consts",
+    "merge": "partial softmax sinks v_signs v_mix params consts",
+    "rotate": "keys values k_signs k_mix v_signs v_mix params consts",
+    "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
+    "decode": "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact "
+    "k_signs k_jl_signs k_mix v_signs v_mix info params consts",
+}
+_OUTPUTS = {
+    "attend": "partial softmax",
+    "merge": "out",
+    "rotate": "k_rotated v_rotated",
+    "encode": "k_words k_scales v_words v_scales",
+    "decode": "k_dense v_dense",
+}
+
+
+def text(name: str) -> str:
+    """The text of a file in `kernels/`, from the installed package or the checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "kernels", here.parent / "kernels"):
+        path = folder / name
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError(f"kernel text {name!r} is missing beside {here}: reinstall mlx-tq")
+
+
+def backend() -> str | None:
+    """ "metal" or "cuda" where MLX would run on such a device now, else None."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        if mx.metal.is_available():
+            return "metal"
+        if mx.cuda.is_available():
+            return "cuda"
+    return None
+
+
+def cuda_text(source: str) -> str:
+    """Kernel text for `mx.fast.cuda_kernel`: declarations of threadgroup arrays become __shared__."""
+    return re.sub(r"(?m)^( *)threadgroup (\w+ \w+\[)", r"\1__shared__ \2", source)
+
+
+@cache
+def _kernel(name: str, backend: str):
+    inputs, outputs = _INPUTS[name].split(), _OUTPUTS[name].split()
+    source, header = text(f"{name}.metal"), text("tq.h")
+    if backend == "cuda":
+        return mx.fast.cuda_kernel(
+            name=f"tq_{name}",
+            input_names=inputs,
+            output_names=outputs,
+            source=cuda_text(source),
+            header=text("cuda.h") + cuda_text(header),
+        )
+    return mx.fast.metal_kernel(
+        name=f"tq_{name}", input_names=inputs, output_names=outputs, source=source, header=header
+    )
+
+
+# ------------------------------------------------------------------ small inputs, made once
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array
+
+
+@cache
+def _nothing(dtype: mx.Dtype = mx.uint32) -> mx.array:
+    return _evaluated(mx.zeros(_MIN_ELEMENTS, dtype))
+
+
+@cache
+def mix_rows(dim: int) -> mx.array:
+    """Rows of the Paley matrix of `dim` as bits, bit b set where column b is +1; uint32."""
+    matrix = paley(split_dim(dim)[0])
+    rows = ((matrix > 0).astype(np.uint64) << np.arange(len(matrix), dtype=np.uint64)).sum(axis=1)
+    return _evaluated(mx.array(np.resize(rows, max(len(rows), _MIN_ELEMENTS)).astype(np.uint32)))
+
+
+@lru_cache(maxsize=64)
+def code_table(format: TQFormat, kind: str, dim: int) -> mx.array:
+    """Constants of the quantiser, float32 `(48,)`.
+
+    Uniform: 1 / step from 0, step from 6, their number at 12, the resolution of the choice at 13.
+    Lloyd-Max: levels from 0, boundaries from 16, squared levels from 32.
+    """
+    table, bits = np.zeros(48, np.float32), format.bits(kind)
+    if bits != RAW_BITS and format.codebook == "uniform":
+        steps = np.array(uniform_steps(bits, dim))
+        table[: len(steps)], table[6 : 6 + len(steps)] = 1 / steps, steps
+        table[12], table[13] = len(STEP_CHOICES), codec.STEP_GRID * dim**0.5
+    elif bits != RAW_BITS:
+        for start, values in zip((0, 16, 32), codec.lloyd_tables(bits, dim), strict=True):
+            table[start : start + len(values)] = values
+    return _evaluated(mx.array(table))
+
+
+@lru_cache(maxsize=256)
+def _consts(format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: float, softcap: float | None) -> mx.array:
+    """Floats that kernels read: see `consts` in kernels/README.md."""
+    out = np.zeros(40, np.float32)
+    top = {mx.float16: 65504.0}
+    out[0] = scale * dim**-0.5
+    out[1] = softcap or 0
+    out[2] = format.kappa_value(dim) * dim**-0.5
+    out[3], out[4] = value_dim**-0.5, dim**-0.5
+    out[5], out[7] = (top.get(dtype, 3.38e38) for dtype in dtypes)
+    out[6] = top.get(getattr(mx, format.scale_dtype), 3.38e38)
+    if format.codebook == "lloyd":
+        for start, kind, width in ((8, "keys", dim), (24, "values", value_dim)):
+            if format.bits(kind) != RAW_BITS:
+                levels = codec.lloyd_tables(format.bits(kind), width)[0]
+                out[start : start + len(levels)] = levels
+    return _evaluated(mx.array(out))
+
+
+@lru_cache(maxsize=512)
+def _params(*values: int) -> mx.array:
+    return mx.array(np.array(values, np.int32))
+
+
+@lru_cache(maxsize=512)
+def _info(layout: Layout) -> mx.array:
+    rows = np.zeros((len(layout.pad), 8), np.int32)
+    rows[:, :4] = np.array([layout.pad, layout.first, layout.packed, layout.recent]).T
+    return mx.array(rows)
+
+
+def _padded(array: mx.array) -> mx.array:
+    flat = array.reshape(-1)
+    return mx.pad(flat, (0, _MIN_ELEMENTS - flat.size)) if flat.size < _MIN_ELEMENTS else array
+
+
+# ------------------------------------------------------------------ what can run
+
+
+def dim_reason(dim: int, name: str = "head_dim") -> str | None:
+    """Why the kernels do not take rows of this width, or None."""
+    m, _ = split_dim(dim)
+    if dim % (32 if dim > 256 else 16):
+        return f"{name} {dim} is not a multiple of {32 if dim > 256 else 16}"
+    if dim > _MAX_DIM:
+        return f"{name} {dim} is above {_MAX_DIM}"
+    if m > 32:
+        return f"{name} {dim} needs a Hadamard matrix of order {m}, the kernels know 12, 20 and 28"
+    return None
+
+
+def reason(dim: int, value_dim: int) -> str | None:
+    """Why rows of these widths go through MLX ops here, or None where the kernels run."""
+    device = backend()
+    if device is None:
+        return f"the default device is {mx.default_device().type.name}, the kernels need a Metal or CUDA GPU"
+    return dim_reason(dim) or dim_reason(value_dim, "value head_dim") or self_test(device).problem
+
+
+class SelfTest:
+    """Outcome of the self test of a back end: `problem` is None where the kernels gave the right numbers."""
+
+    def __init__(self, problem: str | None, denormal: bool, error: float | None):
+        self.problem, self.denormal, self.error = problem, denormal, error
+
+
+_tests: dict[str, SelfTest] = {}
+_test_lock = threading.RLock()
+
+
+def self_test(device: str) -> SelfTest:
+    """Compiles the kernels and compares a small case with MLX ops, once per process.
+
+    Reading codes as float16 denormals needs a GPU that keeps them; where that fails the kernels convert integers
+    instead. Where both fail, a warning says so and everything runs on MLX ops.
+    """
+    with _test_lock:
+        if device not in _tests:
+            problem = None
+            for denormal in (True, False):
+                _tests[device] = SelfTest(None, denormal, None)  # what the launches below will see
+                try:
+                    error = _self_test_error()
+                    problem = None if error < 1e-4 else f"the self test is off by {error:.3g}"
+                except Exception as failure:  # a compiler or driver error of any kind: report it, use ops
+                    error, problem = None, f"the self test failed: {failure}"
+                _tests[device] = SelfTest(problem, denormal, error)
+                if problem is None:
+                    break
+            if problem is not None:
+                warnings.warn(f"mlx-tq uses MLX ops, not its {device} kernels: {problem}", RuntimeWarning, stacklevel=2)
+        return _tests[device]
+
+
+def _self_test_error() -> float:
+    """Largest difference between kernels and ops, relative to the largest value, over encoding and attention."""
+    from .attention import ops_attention
+
+    rng = np.random.default_rng(1)
+    k, v = (mx.array(rng.standard_normal((1, 2, 70, 64)), mx.float32) for _ in range(2))
+    q = mx.array(rng.standard_normal((1, 4, 1, 64)), mx.float32)
+    error = 0.0
+    for format in (TQFormat(), TQFormat(key_bits=3, value_bits=2)):
+        signs = layer_signs(format.seed, 0, 64)
+        mine = encode(k, v, None, format, 0, rotated=False)
+        theirs = [
+            codec.quantise(codec.rotate(x, signs[0]), format, kind, signs[1])
+            for x, kind in ((k, "keys"), (v, "values"))
+        ]
+        for a, b in zip((*mine[0], *mine[1]), (*theirs[0], *theirs[1]), strict=True):
+            if a is not None and not mx.array_equal(a, b):
+                error = max(error, 1.0)
+        layout = Layout.uniform(1, 0, 70, 0)
+        rows = [
+            PackedRows(kind, format, 64, 0, mx.float32, regions, None, layout, 2)
+            for kind, regions in zip(("keys", "values"), theirs, strict=True)
+        ]
+        want = ops_attention(q, *rows, 0.125, None, None, None)
+        got = attend(q, *rows, 0.125, None, None, None)
+        error = max(error, (mx.max(mx.abs(got - want)) / mx.max(mx.abs(want))).item())
+    return error
+
+
+# ------------------------------------------------------------------ launches
+
+
+def _launch(name: str, inputs: list, template: dict, outputs: list, grid: tuple[int, int, int]) -> list[mx.array]:
+    """Runs a kernel on `grid` simdgroups (rounded up to threadgroups); outputs are (shape, dtype)."""
+    device = backend()
+    groups = -(-grid[0] // NSG)
+    if max(groups * NSG * 32, *grid[1:]) >= 1 << 31:
+        raise ValueError(f"{name}: the grid must stay below 2**31 threads, got {grid}")
+    if device == "cuda" and max(grid[1:]) > 65535:
+        raise ValueError(f"{name}: batch and n_kv_heads must stay below 65536 on CUDA, got {grid[1:]}")
+    return _kernel(name, device)(
+        inputs=inputs,
+        template=list(template.items()),
+        grid=(groups * NSG * 32, grid[1], grid[2]),
+        threadgroup=(NSG * 32, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+    )
+
+
+def _shape_template(format: TQFormat, dim: int, value_dim: int) -> dict:
+    return {
+        "D": dim,
+        "DV": value_dim,
+        "KB": format.key_bits,
+        "VB": format.value_bits,
+        "LLOYD": format.codebook == "lloyd",
+        "QJL": format.qjl,
+        "CENTERED": format.centered_keys,
+        "PAGE": format.page,
+        "NSG": NSG,
+    }
+
+
+def _packed_inputs(keys: PackedRows, values: PackedRows) -> dict[str, mx.array]:
+    """Named inputs of both, with place-holders for regions that the format or the moment does not have."""
+    out = {}
+    for prefix, rows in (("k", keys), ("v", values)):
+        raw = rows.format.bits(rows.kind) == RAW_BITS
+        regions = rows.regions or Regions(_nothing(rows.dtype if raw else mx.uint32))
+        for name, array in regions._asdict().items():
+            out[f"{prefix}_{name}"] = _nothing() if array is None else array
+        out[f"{prefix}_exact"] = _nothing(rows.dtype) if rows.exact is None else rows.exact
+        out[f"{prefix}_signs"], out[f"{prefix}_jl_signs"] = rows.signs
+        out[f"{prefix}_mix"] = mix_rows(rows.dim)
+    return out
+
+
+def _capacities(keys: PackedRows) -> tuple[int, int, int]:
+    """Strides of a head: tokens of the packed regions and of the exact rows, pages of the means."""
+    packed = keys.regions.codes.shape[2] if keys.regions else 0
+    pages = keys.regions.mean.shape[2] if keys.regions and keys.regions.mean is not None else 0
+    return packed, keys.exact.shape[2] if keys.exact is not None else 0, pages
+
+
+def _check_launch(keys: PackedRows, values: PackedRows) -> None:
+    """Everything the kernels take for granted about the arrays."""
+    batch, heads = keys.shape[:2]
+    layout = keys.layout
+    packed, exact, pages = _capacities(keys)
+    needed = max(layout.packed), max(f + r for f, r in zip(layout.first, layout.recent, strict=True))
+    if needed[0] > packed or needed[1] > exact:
+        raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
+    if keys.regions and keys.regions.mean is not None and pages * keys.format.page < needed[0]:
+        raise ValueError(f"keys must have a mean for each page of {needed[0]} tokens, got {pages}")
+    for rows in (keys, values):
+        if _capacities(rows)[:2] != (packed, exact):
+            raise ValueError(f"keys and values must have equal capacities, got {_capacities(rows)[:2]}")
+        for array in (*(rows.regions or ()), rows.exact):
+            if array is not None and (array.shape[:2] != (batch, heads) or array.size < _MIN_ELEMENTS):
+                raise ValueError(f"{rows.kind} arrays must be ({batch}, {heads}, ...), got {array.shape}")
+    if layout.length >= 1 << 31:
+        raise ValueError(f"a sequence must have fewer than 2**31 tokens, got {layout.length}")
+
+
+def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int:
+    """How many query rows share one decode: as many as registers and threadgroup memory carry."""
+    most = 4 if device == "cuda" else 2
+    if max(dim, value_dim) > 256:
+        most //= 2
+    while most > rows or NSG * most * dim * 4 + 128 > _THREADGROUP_BYTES:
+        most //= 2
+    return most
+
+
+def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap) -> mx.array:
+    """Attention by the kernels, see `attention.attention`; `reason` must be None for these widths."""
+    _check_launch(keys, values)
+    device, format, layout = backend(), keys.format, keys.layout
+    batch, n_heads, length, dim = q.shape
+    value_dim, n_kv = values.dim, keys.n_kv_heads
+    groups, columns = n_heads // n_kv, layout.length
+    rows = groups * length
+    per_item = _rows_per_simdgroup(rows, dim, value_dim, device)
+    tiles = -(-rows // per_item)
+    blocks = max(
+        -(-p // _BLOCK) + -(-(f + r) // _BLOCK)
+        for p, f, r in zip(layout.packed, layout.first, layout.recent, strict=True)
+    )
+    wanted = -(-_WANTED_ITEMS[device] // (tiles * n_kv * batch))
+    splits = max(1, min(wanted, _MAX_SPLITS, -(-blocks // 2)))
+
+    kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
+    if isinstance(mask, str):
+        kind = 1 if length > 1 else 0
+    elif mask is not None:
+        kind = 2 if mask.dtype == mx.bool_ else 3
+        shape = (1,) * (4 - mask.ndim) + mask.shape
+        strides = tuple(prod(shape[i + 1 :]) if shape[i] > 1 else 0 for i in range(4))
+        mask_array = _padded(mask)
+    packed, exact, pages = _capacities(keys)
+    shared = (groups, length, columns, packed, exact, splits, tiles, pages, *strides, n_kv)
+    params = _params(*shared, batch * n_heads * length, n_heads, 0)
+    consts = _consts(format, dim, value_dim, (q.dtype, q.dtype), float(scale), softcap)
+    inputs = _packed_inputs(keys, values) | {
+        "query": q,
+        "mask": mask_array,
+        "info": _info(layout),
+        "params": params,
+        "consts": consts,
+    }
+    template = {"T": q.dtype, **_shape_template(format, dim, value_dim)} | {
+        "KWORDS": _codes_width(keys),
+        "VWORDS": _codes_width(values),
+        "MASK": kind,
+        "SOFTCAP": softcap is not None,
+        "DENORMAL": self_test(device).denormal,
+        "R": per_item,
+    }
+    partial, softmax = _launch(
+        "attend",
+        [inputs[name] for name in _INPUTS["attend"].split()],
+        template,
+        [((batch, n_kv, rows, splits, value_dim), mx.float32), ((batch, n_kv, rows, splits, 2), mx.float32)],
+        (tiles * splits, n_kv, batch),
+    )
+    inputs |= {"partial": partial, "softmax": softmax, "sinks": _nothing() if sinks is None else _padded(sinks)}
+    template = {"T": q.dtype, "DV": value_dim, "SINKS": sinks is not None, "NSG": NSG}
+    return _launch(
+        "merge",
+        [inputs[name] for name in _INPUTS["merge"].split()],
+        template,
+        [((batch, n_heads, length, value_dim), q.dtype)],
+        (batch * n_heads * length, 1, 1),
+    )[0]
+
+
+def _codes_width(rows: PackedRows) -> int:
+    bits = rows.format.bits(rows.kind)
+    return rows.dim if bits == RAW_BITS else words(rows.dim, field_width(bits))
+
+
+def _pair_inputs(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int, pages: int) -> dict:
+    batch, heads, length, dim = keys.shape
+    value_dim = values.shape[3]
+    k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
+    return {
+        "keys": keys,
+        "values": values,
+        "k_signs": k_signs[0],
+        "k_jl_signs": k_signs[1],
+        "v_signs": v_signs[0],
+        "k_mix": mix_rows(dim),
+        "v_mix": mix_rows(value_dim),
+        "params": _params(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0),
+        "consts": _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None),
+    }
+
+
+def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> tuple[mx.array, mx.array]:
+    """`rotation.rotate` of new keys and values `(B, n_kv_heads, L, D)`, in one launch."""
+    inputs = _pair_inputs(keys, values, format, layer_index, 0)
+    template = {"KT": keys.dtype, "VT": values.dtype, "D": keys.shape[3], "DV": values.shape[3], "NSG": NSG}
+    out = _launch(
+        "rotate",
+        [inputs[name] for name in _INPUTS["rotate"].split()],
+        template,
+        [(keys.shape, keys.dtype), (values.shape, values.dtype)],
+        (prod(keys.shape[:3]), 2, 1),
+    )
+    return tuple(out)
+
+
+def encode(
+    keys: mx.array, values: mx.array, mean: mx.array | None, format: TQFormat, layer_index: int, *, rotated: bool
+) -> tuple[Regions, Regions]:
+    """`codec.quantise` of keys and values `(B, n_kv_heads, L, D)` in one launch, rotating them first unless `rotated`.
+
+    mean: rotated page means `(B, n_kv_heads, pages, D)` of centered keys. Keys and values must be of one dtype.
+    """
+    if keys.dtype != values.dtype:
+        raise ValueError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
+    dim, value_dim = keys.shape[3], values.shape[3]
+    inputs = _pair_inputs(keys, values, format, layer_index, 0 if mean is None else mean.shape[2]) | {
+        "k_mean": _nothing() if mean is None else mean,
+        "k_table": code_table(format, "keys", dim),
+        "v_table": code_table(format, "values", value_dim),
+    }
+    rows, scale = keys.shape[:3], getattr(mx, format.scale_dtype)
+    k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
+    outputs = []
+    for parts, scales in ((k_parts, 1 + format.qjl), (v_parts, 1)):
+        outputs += [
+            ((*rows, sum(parts.values())) if parts else (_MIN_ELEMENTS,), mx.uint32),
+            ((*rows, scales) if parts else (_MIN_ELEMENTS,), scale),
+        ]
+    template = {"T": keys.dtype, **_shape_template(format, dim, value_dim)} | {
+        "KWORDS": sum(k_parts.values()),
+        "VWORDS": sum(v_parts.values()),
+        "NORM": format.norm_correction,
+        "ROTATE": not rotated,
+    }
+    k_words, k_scales, v_words, v_scales = _launch(
+        "encode", [inputs[name] for name in _INPUTS["encode"].split()], template, outputs, (prod(rows), 2, 1)
+    )
+    return (
+        _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
+        _split_words(v_parts, v_words, v_scales, None) if v_parts else Regions(values),
+    )
+
+
+def _word_parts(format: TQFormat, kind: str, dim: int) -> dict[str, int]:
+    """Words per row of the regions that `encode` writes one behind the other."""
+    bits = format.bits(kind)
+    if bits == RAW_BITS:
+        return {}
+    parts = {"codes": words(dim, field_width(bits))}
+    if bits == 3:
+        parts["plane"] = words(dim, 1)
+    if kind == "keys" and format.qjl:
+        parts["jl"] = words(dim, 1)
+    return parts
+
+
+def _split_words(parts: dict[str, int], packed: mx.array, scales: mx.array, mean: mx.array | None) -> Regions:
+    out, start = {"scale": scales[..., 0], "mean": mean}, 0
+    for name, count in parts.items():
+        out[name] = packed[..., start : start + count]
+        start += count
+    if "jl" in parts:
+        out["residual"] = scales[..., 1]
+    return Regions(**out)
+
+
+def decode(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
+    """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch."""
+    _check_launch(keys, values)
+    batch, heads, columns, dim = keys.shape
+    packed, exact, pages = _capacities(keys)
+    params = _params(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
+    inputs = _packed_inputs(keys, values) | {
+        "info": _info(keys.layout),
+        "params": params,
+        "consts": _consts(keys.format, dim, values.dim, (keys.dtype, values.dtype), 1.0, None),
+    }
+    template = {"KT": keys.dtype, "VT": values.dtype, **_shape_template(keys.format, dim, values.dim)} | {
+        "KWORDS": _codes_width(keys),
+        "VWORDS": _codes_width(values),
+    }
+    out = _launch(
+        "decode",
+        [inputs[name] for name in _INPUTS["decode"].split()],
+        template,
+        [(keys.shape, keys.dtype), (values.shape, values.dtype)],
+        (batch * heads * columns, 2, 1),
+    )
+    return tuple(out)

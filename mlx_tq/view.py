@@ -1,0 +1,73 @@
+"""Views of packed rows, and the hook that lets `mx.fast.scaled_dot_product_attention` attend to them.
+
+mlx-lm looks the function up at every call, so replacing the one name reaches every model. Calls without views go to
+MLX's own function.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+
+import mlx.core as mx
+
+from . import kernels
+from .attention import attention
+from .codec import PackedRows, decode_keys, decode_values
+
+_original = None
+
+
+class TQView(mx.array):
+    """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
+
+    Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows.
+    """
+
+    rows: PackedRows
+
+
+def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
+    """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
+    fused = keys.fused != "never" and keys.layout.length and kernels.reason(keys.dim, values.dim) is None
+    dense = kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
+    out = tuple(TQView(array) for array in dense)
+    out[0].rows, out[1].rows = keys, values
+    return out
+
+
+def install_hook() -> None:
+    """Replaces `mx.fast.scaled_dot_product_attention`, once."""
+    global _original
+    if _original is not None:
+        return
+    original = mx.fast.scaled_dot_product_attention
+
+    @functools.wraps(original)
+    def scaled_dot_product_attention(q, k, v, *args, **kwargs):
+        if type(k) is TQView and type(v) is TQView and not args:
+            return _attend(original, q, k, v, **kwargs)
+        return original(q, k, v, *args, **kwargs)
+
+    _original = original
+    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def remove_hook() -> None:
+    """Puts MLX's own function back. Views still give right results, by decoding all rows; a cache in use reinstalls."""
+    global _original
+    if _original is not None:
+        mx.fast.scaled_dot_product_attention = _original
+        _original = None
+
+
+def hook_installed() -> bool:
+    return _original is not None
+
+
+def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **other):
+    keys, values = k.rows, v.rows
+    if other or (keys.kind, values.kind) != ("keys", "values") or keys.layout != values.layout:
+        return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
+    with nullcontext() if stream is None else mx.stream(stream):
+        return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
