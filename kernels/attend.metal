@@ -31,7 +31,7 @@ for (int r = 0; r < R; ++r) {
 }
 const int kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
 const int k_chunk = min(kl, D / C - 1), v_chunk = min(vl, DV / CV - 1);
-float q[R][C], q_sum[R];
+float q[R * C], q_sum[R];
 #pragma unroll
 for (int r = 0; r < R; ++r) {
   float sum = 0.0f;
@@ -39,11 +39,11 @@ for (int r = 0; r < R; ++r) {
   for (int e = 0; e < C; ++e) {
     const float x = kl * C < D ? rotated[r * D + k_chunk * C + e] : 0.0f;
     sum += x;
-    q[r][e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
+    q[r * C + e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
   }
   q_sum[r] = group_sum<LK>(sum) * code_offset<KB, LLOYD>();
 }
-float q_jl[QJL ? R : 1][C], jl_sum[QJL ? R : 1];
+float q_jl[QJL ? R * C : 1], jl_sum[R];
 if (QJL) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (int r = 0; r < R; ++r) {
@@ -51,13 +51,13 @@ if (QJL) {
     hadamard<D>(rotated + r * D, k_mix, lane);
   }
 #pragma unroll
-  for (int r = 0; r < (QJL ? R : 1); ++r) {
+  for (int r = 0; r < R; ++r) {
     float sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < C; ++e) {
       const float x = kl * C < D ? rotated[r * D + k_chunk * C + e] : 0.0f;
       sum += x;
-      q_jl[r][e] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2) );
+      q_jl[QJL ? r * C + e : 0] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
     }
     jl_sum[r] = group_sum<LK>(sum);
   }
@@ -71,13 +71,13 @@ const int share = (blocks + splits - 1) / splits;
 const int begin = split * share, end = min(begin + share, blocks);
 const int last_seen = columns - L + min(first_row + R - 1, rows - 1) / G;
 
-float acc[R][CV], top[R], denominator[R], weight_sum[R], mean_score[R];
+float acc[R * CV], top[R], denominator[R], weight_sum[R], mean_score[R];
 #pragma unroll
 for (int r = 0; r < R; ++r) {
   top[r] = LOWEST;
   denominator[r] = weight_sum[r] = mean_score[r] = 0.0f;
 #pragma unroll
-  for (int e = 0; e < CV; ++e) acc[r][e] = 0.0f;
+  for (int e = 0; e < CV; ++e) acc[r * CV + e] = 0.0f;
 }
 
 for (int block = begin; block < end; ++block) {
@@ -87,38 +87,34 @@ for (int block = begin; block < end; ++block) {
   const int token = start + int(lane), column = pad + (coded ? first + token : token < first ? token : n_packed + token);
   if (MASK == 1 && pad + (coded ? first + start : start < first ? start : n_packed + start) > last_seen) continue;
 
-  // Scores: this lane ends up with that of `token`.
+  // Scores: this lane ends up with that of `token`. Packed rows may be read past the live ones, to a multiple of 32.
   float score[R];
-  {
-    float parts[R][LK], jl_parts[QJL ? R : 1][LK];
-#pragma unroll
-    for (int i = 0; i < LK; ++i) {
-      const size_t at = base + min(start + kg * LK + i, live - 1);
-      float x[C];
-      if (coded) {
-        load_chunk<C, KB, LLOYD, DENORMAL>(
-            k_codes + at * KWORDS, k_plane + at * row_words(D, 1), levels, k_chunk, x);
-      } else {
-        load_exact<C, KB, LLOYD, DENORMAL>(k_exact + at * D, k_chunk, x);
-      }
-#pragma unroll
-      for (int r = 0; r < R; ++r) parts[r][i] = dot<C>(q[r], x);
-      if (QJL) {
-        const uint bits = coded ? load_bits<C>(k_jl + at * row_words(D, 1), k_chunk) : 0u;
-#pragma unroll
-        for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
-#pragma unroll
-        for (int r = 0; r < (QJL ? R : 1); ++r) jl_parts[r][i] = dot<C>(q_jl[r], x);
-      }
-    }
-    const size_t mine = base + min(token, live - 1);
-    const float scale = coded && KB != RAW ? float(k_scale[mine]) : 1.0f;
-    const float residual = coded && QJL ? float(k_residual[mine]) : 0.0f;
+  if (coded) {
+    const size_t at = base + start + kg * LK;
+    float sums[QJL ? 2 * R : R];
+    key_sums<D, KB, LLOYD, QJL, DENORMAL, R, 1, 0>(
+        k_codes + at * row_size(D, KB), k_plane + at * row_words(D, 1), k_jl + at * row_words(D, 1), levels, k_chunk, kl,
+        q, q_jl, sums);
+    const float scale = KB == RAW ? 1.0f : float(k_scale[base + token]);
+    const float residual = QJL ? float(k_residual[base + token]) : 0.0f;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      score[r] = transpose_sum<LK>(parts[r], kl) - (coded ? q_sum[r] : 0.0f);
-      if (QJL) score[r] += residual * (transpose_sum<LK>(jl_parts[QJL ? r : 0], kl) - jl_sum[QJL ? r : 0]);
+      score[r] = sums[r] - q_sum[r];
+      if (QJL) score[r] += residual * (sums[QJL ? R + r : 0] - jl_sum[r]);
       score[r] *= scale;
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < R; ++r) score[r] = 0.0f;
+    for (int i = 0; i < LK; ++i) {  // few rows: small code rather than fast
+      float x[C];
+      const size_t at = base + min(start + kg * LK + i, live - 1);
+      load_exact<C, KB, LLOYD, DENORMAL>(k_exact + at * D, k_chunk, x);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const float sum = group_sum<LK>(dot<C>(q + r * C, x));
+        score[r] = i == kl ? sum : score[r];
+      }
     }
   }
   if (CENTERED && coded) {
@@ -126,7 +122,7 @@ for (int block = begin; block < end; ++block) {
       float x[C];
       load_exact<C, KB, LLOYD, DENORMAL>(k_mean + (slot * mean_pages + start / PAGE) * D, k_chunk, x);
 #pragma unroll
-      for (int r = 0; r < R; ++r) mean_score[r] = group_sum<LK>(dot<C>(q[r], x));
+      for (int r = 0; r < R; ++r) mean_score[r] = group_sum<LK>(dot<C>(q + r * C, x));
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) score[r] += mean_score[r];
@@ -134,7 +130,7 @@ for (int block = begin; block < end; ++block) {
 
   // Online softmax, one maximum for all 32 tokens.
   float weight[R];
-  const float value_scale = coded && VB != RAW ? float(v_scale[base + min(token, live - 1)]) : 1.0f;
+  const float value_scale = coded && VB != RAW ? float(v_scale[base + token]) : 1.0f;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const int row = min(first_row + r, rows - 1);
@@ -158,26 +154,25 @@ for (int block = begin; block < end; ++block) {
     denominator[r] = fma(denominator[r], shrink, p);
     weight_sum[r] = fma(weight_sum[r], shrink, coded ? weight[r] : 0.0f);
 #pragma unroll
-    for (int e = 0; e < CV; ++e) acc[r][e] *= shrink;
+    for (int e = 0; e < CV; ++e) acc[r * CV + e] *= shrink;
   }
 
   // Values.
-#pragma unroll
-  for (int i = 0; i < LV; ++i) {
-    const int from = vg * LV + i;
-    const size_t at = base + min(start + from, live - 1);
-    float x[CV];
-    if (coded) {
-      load_chunk<CV, VB, LLOYD, DENORMAL>(
-          v_codes + at * VWORDS, v_plane + at * row_words(DV, 1), levels + 16, v_chunk, x);
-    } else {
+  if (coded) {
+    const size_t at = base + start + vg * LV;
+    add_values<DV, VB, LLOYD, DENORMAL, R, 0>(
+        v_codes + at * row_size(DV, VB), v_plane + at * row_words(DV, 1), levels + 16, v_chunk, vg * LV, weight, acc);
+  } else {
+    for (int i = 0; i < LV; ++i) {
+      float x[CV];
+      const size_t at = base + min(start + vg * LV + i, live - 1);
       load_exact<CV, VB, LLOYD, DENORMAL>(v_exact + at * DV, v_chunk, x);
-    }
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float w = simd_shuffle(weight[r], ushort(from));
+      for (int r = 0; r < R; ++r) {
+        const float w = simd_shuffle(weight[r], ushort(vg * LV + i));
 #pragma unroll
-      for (int e = 0; e < CV; ++e) acc[r][e] = fma(x[e], w, acc[r][e]);
+        for (int e = 0; e < CV; ++e) acc[r * CV + e] = fma(x[e], w, acc[r * CV + e]);
+      }
     }
   }
 }
@@ -191,8 +186,7 @@ for (int r = 0; r < R; ++r) {
   const size_t at = ((slot * rows + row) * splits + split);
 #pragma unroll
   for (int e = 0; e < CV; ++e) {
-    float x = acc[r][e];
-#pragma unroll
+    float x = acc[r * CV + e];
     for (int w = LV; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
     x = x * coordinate_scale<VB, LLOYD, DENORMAL>(e) - offset;
     if (vg == 0 && vl * CV < DV && row < rows) partial[at * DV + vl * CV + e] = x;

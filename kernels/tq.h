@@ -31,6 +31,14 @@ constexpr int field_width(int bits) { return bits == 4 ? 4 : 2; }
 
 constexpr int row_words(int d, int width) { return (d * width + 31) / 32; }
 
+// Elements of a row of the codes region.
+constexpr int row_size(int d, int bits) { return bits == RAW ? d : row_words(d, field_width(bits)); }
+
+// Words that encode.metal writes for a row: codes, plane and signs.
+constexpr int encoded_words(int d, int bits, bool qjl) {
+  return row_words(d, field_width(bits)) + (bits == 3 ? row_words(d, 1) : 0) + (qjl ? row_words(d, 1) : 0);
+}
+
 // ---------------------------------------------------------------- the transform, by one simdgroup
 
 // H x in place over D values, natural order, as mlx_tq/rotation.py adds them. mix: rows of the Paley matrix, bit b set
@@ -144,9 +152,21 @@ TQ_FUNC void load_coded(
     device const uint* row, device const uint* plane, threadgroup const float* levels, int index, thread float* x) {
   constexpr int W = field_width(B), N = 32 / W;
   const uint third = B == 3 ? load_bits<C>(plane, index) : 0u;
+  uint chunk_words[C / N];
+  if (C / N % 2 == 0) {
+    device const uint2* pairs = (device const uint2*)row + index * (C / N / 2);
+#pragma unroll
+    for (int w = 0; w < C / N / 2; ++w) {
+      const uint2 pair = pairs[w];
+      chunk_words[2 * w] = pair.x;
+      chunk_words[2 * w + 1] = pair.y;
+    }
+  } else {
+    chunk_words[0] = row[index];
+  }
 #pragma unroll
   for (int w = 0; w < C / N; ++w) {
-    const uint word = row[index * (C / N) + w];
+    const uint word = chunk_words[w];
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
       const int e = w * N + k;
@@ -202,34 +222,77 @@ TQ_FUNC void load_chunk(
 
 template <int C>
 TQ_FUNC float dot(thread const float* a, thread const float* b) {
-  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  float sum = a[0] * b[0];
 #pragma unroll
-  for (int e = 0; e < C; ++e) s[e % 4] = fma(a[e], b[e], s[e % 4]);
-  return (s[0] + s[1]) + (s[2] + s[3]);
-}
-
-// N neighbouring lanes hold parts of N sums; lane i of them gets the whole of sum i.
-template <int N>
-TQ_FUNC float transpose_sum(thread float* parts, uint lane) {
-#pragma unroll
-  for (int w = N / 2; w >= 1; w /= 2) {
-    const bool upper = lane & w;
-#pragma unroll
-    for (int i = 0; i < w; ++i) {
-      const float keep = upper ? parts[i + w] : parts[i];
-      const float give = upper ? parts[i] : parts[i + w];
-      parts[i] = keep + simd_shuffle_xor(give, ushort(w));
-    }
-  }
-  return parts[0];
+  for (int e = 1; e < C; ++e) sum = fma(a[e], b[e], sum);
+  return sum;
 }
 
 // Sum over N neighbouring lanes, for all of them.
 template <int N>
 TQ_FUNC float group_sum(float x) {
-#pragma unroll
-  for (int w = 1; w < N; w *= 2) x += simd_shuffle_xor(x, ushort(w));
+  if constexpr (N > 1) {
+    x = group_sum<N / 2>(x);
+    x += simd_shuffle_xor(x, ushort(N / 2));
+  }
   return x;
+}
+
+// ---------------------------------------------------------------- packed rows, a group of lanes to each
+
+// Dot products of R queries with LK packed keys, of which every lane of a group of LK reads its own chunk: lane i of the
+// group gets the sums of key i. Keys I, I + W, I + 2 W ... are done here; the halves of each pair of lanes swap what the
+// other is to keep, so a key costs less than one shuffle. sums: R for the codes, then R for the signs if QJL.
+template <int D, int B, bool LLOYD, bool QJL, bool DENORMAL, int R, int W, int I, typename P>
+TQ_FUNC void key_sums(
+    P codes, device const uint* plane, device const uint* jl, threadgroup const float* levels, int index, uint lane,
+    thread const float* q, thread const float* q_jl, thread float* sums) {
+  constexpr int C = chunk(D), SUMS = QJL ? 2 * R : R;
+  if constexpr (W == lanes(D)) {
+    float x[C];
+    load_chunk<C, B, LLOYD, DENORMAL>(
+        codes + I * row_size(D, B), plane + I * row_words(D, 1), levels, index, x);
+#pragma unroll
+    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x);
+    if (QJL) {
+      const uint bits = load_bits<C>(jl + I * row_words(D, 1), index);
+#pragma unroll
+      for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
+#pragma unroll
+      for (int r = 0; r < R; ++r) sums[SUMS - R + r] = dot<C>(q_jl + r * C, x);
+    }
+  } else {
+    float other[SUMS];
+    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I>(codes, plane, jl, levels, index, lane, q, q_jl, sums);
+    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I + W>(codes, plane, jl, levels, index, lane, q, q_jl, other);
+    const bool upper = lane & W;
+#pragma unroll
+    for (int r = 0; r < SUMS; ++r) {
+      const float keep = upper ? other[r] : sums[r], give = upper ? sums[r] : other[r];
+      sums[r] = keep + simd_shuffle_xor(give, ushort(W));
+    }
+  }
+}
+
+// Adds packed values I, I + 1 ... of a group of lanes, times their weights, to this lane's chunk of R accumulators.
+// weight: of the token of this lane; the group's first token is that of lane `from`.
+template <int D, int B, bool LLOYD, bool DENORMAL, int R, int I, typename P>
+TQ_FUNC void add_values(
+    P codes, device const uint* plane, threadgroup const float* levels, int index, int from, thread const float* weight,
+    thread float* acc) {
+  constexpr int C = chunk(D);
+  if constexpr (I < lanes(D)) {
+    float x[C];
+    load_chunk<C, B, LLOYD, DENORMAL>(
+        codes + I * row_size(D, B), plane + I * row_words(D, 1), levels, index, x);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float w = simd_shuffle(weight[r], ushort(from + I));
+#pragma unroll
+      for (int e = 0; e < C; ++e) acc[r * C + e] = fma(x[e], w, acc[r * C + e]);
+    }
+    add_values<D, B, LLOYD, DENORMAL, R, I + 1>(codes, plane, levels, index, from, weight, acc);
+  }
 }
 
 // ---------------------------------------------------------------- encoding, by one simdgroup

@@ -89,12 +89,12 @@ def _check(q, keys, values, mask, sinks, softcap) -> None:
             raise ValueError(f'mask must be None, "causal" or an array, got {mask!r}')
     elif mask is not None:
         full = (b, n_heads, length, keys.shape[2])
-        if mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"mask must be bool or float, got {mask.dtype}")
+        if not isinstance(mask, mx.array) or (mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES):
+            raise ValueError(f"mask must be a bool or float array, got {getattr(mask, 'dtype', mask)}")
         if mask.ndim > 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], full[::-1], strict=False)):
             raise ValueError(f"mask must broadcast to {full}, got {mask.shape}")
-    if sinks is not None and sinks.shape != (n_heads,):
-        raise ValueError(f"sinks must have shape ({n_heads},), got {sinks.shape}")
+    if sinks is not None and (not isinstance(sinks, mx.array) or sinks.shape != (n_heads,)):
+        raise ValueError(f"sinks must be an array ({n_heads},), got {getattr(sinks, 'shape', sinks)}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
 
@@ -134,9 +134,10 @@ def _segments(keys: PackedRows, values: PackedRows, block: int):
 
 
 def _take_columns(mask: mx.array, columns: np.ndarray) -> mx.array:
-    """Columns `(B, n)` of a mask `(B or 1, H, L, S or 1)`."""
+    """Columns `(B, n)` of a mask `(B or 1, H, L, S or 1)`; columns past the end, of spare rows, take the last."""
     if mask.shape[-1] == 1:
         return mask
+    columns = np.minimum(columns, mask.shape[-1] - 1)
     if (columns == columns[:1]).all():
         start, n = int(columns[0, 0]), columns.shape[1]
         if (columns[0] == np.arange(start, start + n)).all():
@@ -184,15 +185,17 @@ def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array
         top = mx.full((b, n_kv, groups * length, 1), _LOWEST)
         denominator = mx.zeros(top.shape)
     else:
-        top = mx.broadcast_to(sinks.astype(mx.float32)[:, None], (b, n_heads, length)).reshape(b, n_kv, -1, 1)
+        sinks = mx.maximum(sinks.astype(mx.float32), _LOWEST)
+        top = mx.broadcast_to(sinks[:, None], (b, n_heads, length)).reshape(b, n_kv, -1, 1)
         denominator = mx.ones(top.shape)
     out = mx.zeros((b, n_kv, groups * length, values.dim))
 
-    rows = b * n_heads * length
+    rows = max(1, b * n_heads * length)
     block = max(keys.format.page, min(_BLOCK_TOKENS, _BLOCK_SCORES // rows))
     for columns, live, load in _segments(keys, values, block):
         count = columns.shape[1]
-        scores = q_rot @ mx.depends(load(keys), out).swapaxes(-1, -2)
+        # One block at a time: the next waits for both sums, else all weights would be held to the end.
+        scores = q_rot @ mx.depends(load(keys), [out, denominator]).swapaxes(-1, -2)
         scores = scores.reshape(b, n_heads, length, count)
         if softcap is not None:
             scores = softcap * mx.tanh(scores / softcap)

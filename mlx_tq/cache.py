@@ -7,10 +7,10 @@ import json
 import mlx.core as mx
 
 from . import kernels
-from .codec import FLOAT_DTYPES, Layout, PackedRows, check_rows, decode_rotated, page_means, quantise
+from .codec import FLOAT_DTYPES, Layout, PackedRows, check_rows, dequantise, live_regions, page_means, quantise
 from .format import TQFormat
 from .packing import Regions, region_shapes
-from .rotation import layer_signs, rotate
+from .rotation import layer_signs, rotate, to_dtype
 from .view import TQView, install_hook, views
 
 STATE_VERSION = 1
@@ -284,13 +284,10 @@ class TQKVCache:
     def _unpack_tail(self, packed: int) -> None:
         """Cuts the packed tokens to `packed`; a page cut in two goes back among the exact rows, as it decodes."""
         whole = packed // self.format.page * self.format.page if self.format.paged else packed
-        layout = Layout.uniform(self._batch, self._first, packed, 0)
-        for store in (self._keys, self._values):
+        for store, rows in zip((self._keys, self._values), self.rows, strict=True):
             if packed > whole:
-                rows = decode_rotated(store.snapshot(store.exact, layout, self.fused)).astype(store.dtype)
-                store.put_exact(
-                    mx.concatenate([rows[:, :, : self._first], rows[:, :, self._first + whole :]], axis=2), 0
-                )
+                cut = dequantise(live_regions(rows, whole, packed), self.format, store.kind, store.dim, rows.signs[1])
+                store.put_exact(mx.concatenate([rows.exact[:, :, : self._first], to_dtype(cut, store.dtype)], axis=2), 0)
         self._packed, self._recent = whole, packed - whole
 
     # -------------------------------------------------------------- saving
@@ -333,25 +330,29 @@ class TQKVCache:
 
     @state.setter
     def state(self, state: list) -> None:
-        header, arrays = _read_header(state)
+        fresh = type(self).__new__(type(self))
+        fresh.fused = getattr(self, "fused", "auto")
+        fresh._load(*_read_header(state))
+        self.__dict__.update(fresh.__dict__)  # all or, where the state is refused, nothing
+
+    def _load(self, header: dict, arrays: list) -> None:
         try:
             self.format = TQFormat(**header["format"])
-            self.layer_index = int(header["layer_index"])
-            self.fused = getattr(self, "fused", "auto")
+            self.layer_index = header["layer_index"]
             self._reset()
-            self._first, self._packed, self._recent = (int(n) for n in header["tokens"])
-            for store, row in zip((self._keys, self._values), header["rows"] or (), strict=False):
-                self._batch, store.n_kv_heads, store.dim, store.dtype_name = row
-                if store.dtype not in FLOAT_DTYPES:
-                    raise ValueError(f"state's rows must be of a float dtype, got {row}")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"state has a damaged header: {error!r}") from None
-        self._check_tokens()
+            self._first, self._packed, self._recent = header["tokens"]
+            if header["rows"] is not None:
+                for store, row in zip((self._keys, self._values), header["rows"], strict=True):
+                    self._batch, store.n_kv_heads, store.dim, store.dtype_name = row
+                self._check_rows(header["rows"])
+            self._check_tokens()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"state has a damaged header: {error}") from None
         for store in (self._keys, self._values) if self._batch else ():
             loaded = {}
             for name, shape, dtype in self._saved(store):
                 array = arrays.pop(0) if arrays else None
-                got = array if array is None else (array.shape, array.dtype)
+                got = (array.shape, array.dtype) if isinstance(array, mx.array) else type(array).__name__
                 if got != (shape, dtype):
                     raise ValueError(f"state's {store.kind}.{name} must be {dtype} {shape}, got {got}")
                 loaded[name] = mx.contiguous(array)  # kernels take whole buffers
@@ -379,12 +380,21 @@ class TQKVCache:
             out.append(("exact", (*head, self._first + self._recent, store.dim), store.dtype))
         return out
 
+    def _check_rows(self, rows: list) -> None:
+        for store in (self._keys, self._values):
+            layer_signs(self.format.seed, self.layer_index, store.dim)
+        counts = [n for row in rows for n in row[:2]]
+        same = rows[0][:2] == rows[1][:2] and all(isinstance(n, int) and n > 0 for n in counts)
+        if not same or any(store.dtype not in FLOAT_DTYPES for store in (self._keys, self._values)):
+            raise ValueError(f"rows must be alike in batch and heads and of a float dtype, got {rows}")
+
     def _check_tokens(self) -> None:
         first, packed, recent = tokens = (self._first, self._packed, self._recent)
         fits = first + recent <= self._keys.exact_capacity and 0 <= first <= self.format.sinks
         whole = packed % self.format.page == 0 if self.format.paged else True
-        if not (fits and whole and packed >= 0 and recent >= 0):
-            raise ValueError(f"state's tokens must fit {self.format}, got {tokens}")
+        ints = all(isinstance(n, int) and n >= 0 for n in tokens)
+        if not (fits and whole and ints) or (any(tokens) and not self._batch):
+            raise ValueError(f"tokens must fit {self.format}, got {tokens}")
 
 
 def _read_header(state: list) -> tuple[dict, list]:

@@ -17,8 +17,10 @@ from . import packing
 from .codebook import lloyd_max, uniform_steps
 from .format import RAW_BITS, TQFormat
 from .packing import Regions
-from .rotation import hadamard, layer_signs, rotate, rotate_back, split_dim
+from .rotation import hadamard, layer_signs, rotate, rotate_back, split_dim, to_dtype
 
+# Tokens that kernels read at a time: packed regions hold a multiple of it.
+ROW_BLOCK = 32
 FLOAT_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 _TINY_NORM = 1e-12
 # Resolution of the integer dot product that chooses the step: exact in float32 up to head_dim 1024.
@@ -117,7 +119,8 @@ def check_rows(name: str, x: mx.array) -> None:
 
 def round12(x: mx.array) -> mx.array:
     """float32 rounded to 12 significant bits (ties away from 0), so that squares and differences of it are exact."""
-    return ((x.view(mx.uint32) + 0x800) & 0xFFFFF000).view(mx.float32)
+    rounded = ((x.view(mx.uint32) + 0x800) & 0xFFFFF000).view(mx.float32)
+    return mx.where(mx.isfinite(x), rounded, x)  # the carry would turn some NaN into 0
 
 
 def tree_sum(x: mx.array) -> mx.array:
@@ -274,6 +277,10 @@ def _encode(x: mx.array, format, kind: str, layer_index: int) -> PackedRows:
     y = rotate(x, s)
     mean = page_means(y, format.page) if kind == "keys" and format.centered_keys and length else None
     regions = quantise(y, format, kind, s_jl, mean)
+    spare = -length % ROW_BLOCK
+    if spare:  # kernels read whole blocks
+        grow = lambda a: mx.pad(a, [(0, spare) if axis == 2 else (0, 0) for axis in range(a.ndim)])  # noqa: E731
+        regions = Regions(*(a if a is None or a is mean else grow(a) for a in regions))
     return PackedRows(kind, format, dim, layer_index, x.dtype, regions, None, Layout.uniform(b, 0, length, 0), h)
 
 
@@ -333,7 +340,7 @@ def decode_rotated(rows: PackedRows) -> mx.array:
 
 
 def _decode(rows: PackedRows) -> mx.array:
-    return rotate_back(decode_rotated(rows), rows.signs[0]).astype(rows.dtype)
+    return to_dtype(rotate_back(decode_rotated(rows), rows.signs[0]), rows.dtype)
 
 
 def decode_keys(keys: PackedRows) -> mx.array:

@@ -19,7 +19,7 @@ import numpy as np
 
 from . import codec
 from .codebook import STEP_CHOICES, uniform_steps
-from .codec import Layout, PackedRows
+from .codec import ROW_BLOCK, Layout, PackedRows
 from .format import RAW_BITS, TQFormat
 from .packing import Regions, field_width, words
 from .rotation import layer_signs, paley, split_dim
@@ -30,7 +30,6 @@ _MAX_DIM = 512
 _MAX_SPLITS = 128
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
-_BLOCK = 32  # tokens a simdgroup takes at a time
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
@@ -232,7 +231,7 @@ def _self_test_error() -> float:
     from .attention import ops_attention
 
     rng = np.random.default_rng(1)
-    k, v = (mx.array(rng.standard_normal((1, 2, 70, 64)), mx.float32) for _ in range(2))
+    k, v = (mx.array(rng.standard_normal((1, 2, 96, 64)), mx.float32) for _ in range(2))
     q = mx.array(rng.standard_normal((1, 4, 1, 64)), mx.float32)
     error = 0.0
     for format in (TQFormat(), TQFormat(key_bits=3, value_bits=2)):
@@ -318,6 +317,8 @@ def _check_launch(keys: PackedRows, values: PackedRows) -> None:
     layout = keys.layout
     packed, exact, pages = _capacities(keys)
     needed = max(layout.packed), max(f + r for f, r in zip(layout.first, layout.recent, strict=True))
+    if packed % ROW_BLOCK:
+        raise ValueError(f"packed rows must have a capacity that is a multiple of {ROW_BLOCK}, got {packed}")
     if needed[0] > packed or needed[1] > exact:
         raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
     if keys.regions and keys.regions.mean is not None and pages * keys.format.page < needed[0]:
@@ -353,7 +354,7 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
     per_item = _rows_per_simdgroup(rows, dim, value_dim, device)
     tiles = -(-rows // per_item)
     blocks = max(
-        -(-p // _BLOCK) + -(-(f + r) // _BLOCK)
+        -(-p // ROW_BLOCK) + -(-(f + r) // ROW_BLOCK)
         for p, f, r in zip(layout.packed, layout.first, layout.recent, strict=True)
     )
     wanted = -(-_WANTED_ITEMS[device] // (tiles * n_kv * batch))
@@ -379,8 +380,6 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
         "consts": consts,
     }
     template = {"T": q.dtype, **_shape_template(format, dim, value_dim)} | {
-        "KWORDS": _codes_width(keys),
-        "VWORDS": _codes_width(values),
         "MASK": kind,
         "SOFTCAP": softcap is not None,
         "DENORMAL": self_test(device).denormal,
@@ -402,11 +401,6 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
         [((batch, n_heads, length, value_dim), q.dtype)],
         (batch * n_heads * length, 1, 1),
     )[0]
-
-
-def _codes_width(rows: PackedRows) -> int:
-    bits = rows.format.bits(rows.kind)
-    return rows.dim if bits == RAW_BITS else words(rows.dim, field_width(bits))
 
 
 def _pair_inputs(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int, pages: int) -> dict:
@@ -449,6 +443,9 @@ def encode(
     """
     if keys.dtype != values.dtype:
         raise ValueError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
+    if not rotated and RAW_BITS in (format.key_bits, format.value_bits):
+        keys, values = rotate_pair(keys, values, format, layer_index)  # those rows are stored as they are rotated
+        rotated = True
     dim, value_dim = keys.shape[3], values.shape[3]
     inputs = _pair_inputs(keys, values, format, layer_index, 0 if mean is None else mean.shape[2]) | {
         "k_mean": _nothing() if mean is None else mean,
@@ -464,8 +461,6 @@ def encode(
             ((*rows, scales) if parts else (_MIN_ELEMENTS,), scale),
         ]
     template = {"T": keys.dtype, **_shape_template(format, dim, value_dim)} | {
-        "KWORDS": sum(k_parts.values()),
-        "VWORDS": sum(v_parts.values()),
         "NORM": format.norm_correction,
         "ROTATE": not rotated,
     }
@@ -512,10 +507,7 @@ def decode(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
         "params": params,
         "consts": _consts(keys.format, dim, values.dim, (keys.dtype, values.dtype), 1.0, None),
     }
-    template = {"KT": keys.dtype, "VT": values.dtype, **_shape_template(keys.format, dim, values.dim)} | {
-        "KWORDS": _codes_width(keys),
-        "VWORDS": _codes_width(values),
-    }
+    template = {"KT": keys.dtype, "VT": values.dtype, **_shape_template(keys.format, dim, values.dim)}
     out = _launch(
         "decode",
         [inputs[name] for name in _INPUTS["decode"].split()],

@@ -98,16 +98,20 @@ def hadamard(x: mx.array) -> mx.array:
     return x
 
 
+def to_dtype(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """float32 x in dtype; finite values beyond the range of float16 become its largest ones."""
+    if dtype == mx.float16:
+        top = mx.finfo(mx.float16).max
+        x = mx.where(mx.isfinite(x), mx.clip(x, -top, top), x)
+    return x.astype(dtype)
+
+
 def rotate(x: mx.array, signs: mx.array) -> mx.array:
-    """RHT_signs(x) over the last axis, rounded to x's dtype; float16 saturates where the rotated value would overflow.
+    """RHT_signs(x) over the last axis, rounded to x's dtype as `to_dtype` does.
 
     Shapes: x `(..., D)`, signs `(D,)` of +1/-1. A row with a non-finite coordinate rotates to all non-finite.
     """
-    y = hadamard(x.astype(mx.float32) * signs) * (x.shape[-1] ** -0.5)
-    if x.dtype == mx.float16:
-        top = mx.finfo(mx.float16).max
-        y = mx.where(mx.isfinite(y), mx.clip(y, -top, top), y)
-    return y.astype(x.dtype)
+    return to_dtype(hadamard(x.astype(mx.float32) * signs) * (x.shape[-1] ** -0.5), x.dtype)
 
 
 def rotate_back(y: mx.array, signs: mx.array) -> mx.array:
