@@ -24,8 +24,10 @@ if (threadgroup_position_in_grid.y == 0) {
     }
     const float scale = KB == RAW ? 1.0f : float(k_scale[at]);
     const float weight = QJL ? float(k_residual[at]) * consts[2] : 0.0f;
+    const auto row = k_codes + at * row_size(D, KB);
+    const auto plane = k_plane + at * row_words(D, 1);
     for (int i = lane; i < D; i += 32) {
-      float x = coordinate<D, KB, LLOYD>(k_codes + at * row_size(D, KB), k_plane + at * row_words(D, 1), consts + 8, i);
+      float x = coordinate<D, KB, LLOYD>(row, plane, consts + 8, i);
       if (QJL) x += weight * (y[i] * k_jl_signs[i]);
       x *= scale;
       if (CENTERED) x += float(k_mean[(size_t(slot) * mean_pages + place / PAGE) * D + i]);
@@ -39,8 +41,9 @@ if (threadgroup_position_in_grid.y == 0) {
 } else {
   if (coded) {
     const float scale = VB == RAW ? 1.0f : float(v_scale[at]);
-    for (int i = lane; i < DV; i += 32)
-      y[i] = scale * coordinate<DV, VB, LLOYD>(v_codes + at * row_size(DV, VB), v_plane + at * row_words(DV, 1), consts + 24, i);
+    const auto row = v_codes + at * row_size(DV, VB);
+    const auto plane = v_plane + at * row_words(DV, 1);
+    for (int i = lane; i < DV; i += 32) y[i] = scale * coordinate<DV, VB, LLOYD>(row, plane, consts + 24, i);
   } else {
     for (int i = lane; i < DV; i += 32) y[i] = token < 0 ? 0.0f : float(v_exact[at * DV + i]);
   }

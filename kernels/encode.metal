@@ -28,8 +28,8 @@ if (threadgroup_position_in_grid.y == 0) {
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
   quantise_row<D, KB == RAW ? 4 : KB, LLOYD, QJL, NORM>(
-      y, k_jl_signs, k_mix, k_table, k_words + size_t(row) * encoded_words(D, KB, QJL), k_scales + size_t(row) * (QJL ? 2 : 1), consts[6],
-      lane);
+      y, k_jl_signs, k_mix, k_table, k_words + size_t(row) * encoded_words(D, KB, QJL),
+      k_scales + size_t(row) * (QJL ? 2 : 1), consts[6], lane);
 } else {
   if (VB == RAW) {
     if (row == 0 && lane < 8) {
@@ -46,5 +46,6 @@ if (threadgroup_position_in_grid.y == 0) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
   quantise_row<DV, VB == RAW ? 4 : VB, LLOYD, false, NORM>(
-      y, k_jl_signs, v_mix, v_table, v_words + size_t(row) * encoded_words(DV, VB, false), v_scales + size_t(row), consts[6], lane);
+      y, k_jl_signs, v_mix, v_table, v_words + size_t(row) * encoded_words(DV, VB, false), v_scales + size_t(row),
+      consts[6], lane);
 }

@@ -218,13 +218,23 @@ TQ_FUNC void load_chunk(
   load_exact<C, B, LLOYD, DENORMAL>(row, index, x);
 }
 
+// The rows to read one by one: the exact ones, or packed ones that are not coded.
+template <typename T>
+TQ_FUNC device const T* plain_rows(device const T* packed, device const T* exact, bool coded) {
+  return coded ? packed : exact;
+}
+
+template <typename T>
+TQ_FUNC device const T* plain_rows(device const uint* packed, device const T* exact, bool coded) {
+  return exact;
+}
+
 // ---------------------------------------------------------------- reductions
 
 template <int C>
-TQ_FUNC float dot(thread const float* a, thread const float* b) {
-  float sum = a[0] * b[0];
+TQ_FUNC float dot(thread const float* a, thread const float* b, float sum) {
 #pragma unroll
-  for (int e = 1; e < C; ++e) sum = fma(a[e], b[e], sum);
+  for (int e = 0; e < C; ++e) sum = fma(a[e], b[e], sum);
   return sum;
 }
 
@@ -240,31 +250,31 @@ TQ_FUNC float group_sum(float x) {
 
 // ---------------------------------------------------------------- packed rows, a group of lanes to each
 
-// Dot products of R queries with LK packed keys, of which every lane of a group of LK reads its own chunk: lane i of the
-// group gets the sums of key i. Keys I, I + W, I + 2 W ... are done here; the halves of each pair of lanes swap what the
-// other is to keep, so a key costs less than one shuffle. sums: R for the codes, then R for the signs if QJL.
+// Dot products of R queries with LK packed keys, of which every lane of a group of LK reads its own chunk: lane i of
+// the group gets the sums of key i. Keys I, I + W, I + 2 W ... are done here; the halves of each pair of lanes swap what
+// the other is to keep, so a key costs less than one shuffle. start and sums: one a query, then one a sketch if QJL.
 template <int D, int B, bool LLOYD, bool QJL, bool DENORMAL, int R, int W, int I, typename P>
 TQ_FUNC void key_sums(
     P codes, device const uint* plane, device const uint* jl, threadgroup const float* levels, int index, uint lane,
-    thread const float* q, thread const float* q_jl, thread float* sums) {
+    thread const float* q, thread const float* q_jl, thread const float* start, thread float* sums) {
   constexpr int C = chunk(D), SUMS = QJL ? 2 * R : R;
   if constexpr (W == lanes(D)) {
     float x[C];
     load_chunk<C, B, LLOYD, DENORMAL>(
         codes + I * row_size(D, B), plane + I * row_words(D, 1), levels, index, x);
 #pragma unroll
-    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x);
+    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, start[r]);
     if (QJL) {
       const uint bits = load_bits<C>(jl + I * row_words(D, 1), index);
 #pragma unroll
       for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
 #pragma unroll
-      for (int r = 0; r < R; ++r) sums[SUMS - R + r] = dot<C>(q_jl + r * C, x);
+      for (int r = 0; r < R; ++r) sums[SUMS - R + r] = dot<C>(q_jl + r * C, x, start[SUMS - R + r]);
     }
   } else {
     float other[SUMS];
-    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I>(codes, plane, jl, levels, index, lane, q, q_jl, sums);
-    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I + W>(codes, plane, jl, levels, index, lane, q, q_jl, other);
+    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I>(codes, plane, jl, levels, index, lane, q, q_jl, start, sums);
+    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I + W>(codes, plane, jl, levels, index, lane, q, q_jl, start, other);
     const bool upper = lane & W;
 #pragma unroll
     for (int r = 0; r < SUMS; ++r) {

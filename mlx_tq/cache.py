@@ -78,6 +78,8 @@ class _Store:
 
     def put_exact(self, rows: mx.array, start: int) -> None:
         """Puts exact rows at [start, start + n); at 0 they replace all there are."""
+        if not self.exact_capacity:
+            return
         if not start:
             b, h, _, dim = rows.shape
             self.exact = mx.zeros((b, h, self.exact_capacity, dim), self.dtype)
@@ -151,7 +153,7 @@ class TQKVCache:
         recent = held + new - first
         leaving = self._leaving(recent)
         before, stores = self._packed, (self._keys, self._values)
-        if not self.format.paged and leaving == new:  # the exact rows stay as they are
+        if not self.format.paged and 0 < leaving == new:  # the exact rows stay as they are
             self._pack(keys, values, before, rotated=False)
             exacts = [store.exact for store in stores]
         elif held + new <= self._keys.exact_capacity and not leaving:
@@ -287,7 +289,9 @@ class TQKVCache:
         for store, rows in zip((self._keys, self._values), self.rows, strict=True):
             if packed > whole:
                 cut = dequantise(live_regions(rows, whole, packed), self.format, store.kind, store.dim, rows.signs[1])
-                store.put_exact(mx.concatenate([rows.exact[:, :, : self._first], to_dtype(cut, store.dtype)], axis=2), 0)
+                store.put_exact(
+                    mx.concatenate([rows.exact[:, :, : self._first], to_dtype(cut, store.dtype)], axis=2), 0
+                )
         self._packed, self._recent = whole, packed - whole
 
     # -------------------------------------------------------------- saving

@@ -277,11 +277,16 @@ def _encode(x: mx.array, format, kind: str, layer_index: int) -> PackedRows:
     y = rotate(x, s)
     mean = page_means(y, format.page) if kind == "keys" and format.centered_keys and length else None
     regions = quantise(y, format, kind, s_jl, mean)
-    spare = -length % ROW_BLOCK
-    if spare:  # kernels read whole blocks
-        grow = lambda a: mx.pad(a, [(0, spare) if axis == 2 else (0, 0) for axis in range(a.ndim)])  # noqa: E731
-        regions = Regions(*(a if a is None or a is mean else grow(a) for a in regions))
+    regions = grow_regions(regions, -length % ROW_BLOCK)  # kernels read whole blocks
     return PackedRows(kind, format, dim, layer_index, x.dtype, regions, None, Layout.uniform(b, 0, length, 0), h)
+
+
+def grow_regions(regions: Regions, spare: int) -> Regions:
+    """Packed regions with room for `spare` more tokens, less than a page of them."""
+    if not spare:
+        return regions
+    room = lambda a: mx.pad(a, [(0, 0), (0, 0), (0, spare)] + [(0, 0)] * (a.ndim - 3))  # noqa: E731
+    return Regions(**{n: a if a is None or n == "mean" else room(a) for n, a in regions._asdict().items()})
 
 
 def encode_keys(keys: mx.array, format: TQFormat | str | None = None, *, layer_index: int = 0) -> PackedRows:
@@ -366,7 +371,7 @@ def estimate_scores(queries: mx.array, keys: PackedRows, *, scale: float = 1.0) 
     s, s_jl = keys.signs
     q_rot = hadamard(queries.astype(mx.float32) * s) * dim**-0.5
     q_rot = q_rot.reshape(b, keys.n_kv_heads, groups * length, dim)
-    regions = keys.regions
+    regions = live_regions(keys, 0, keys.layout.length)
     plain = regions._replace(jl=None, scale=mx.ones_like(regions.scale))
     unit = dequantise(plain, keys.format, "keys", dim, s_jl)
     scores = q_rot @ unit.swapaxes(-1, -2)

@@ -32,7 +32,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _device_name() -> str:
+def device_name() -> str:
+    """The default device and what it calls itself."""
     device = mx.default_device()
     try:
         info = mx.device_info(device)
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     args = setup_arg_parser().parse_args(argv)
     packages = ", ".join(f"{name} {_version(name)}" for name in ("mlx-tq", "mlx", "mlx-lm"))
     print(f"{packages}, Python {sys.version.split()[0]}")
-    print(f"{platform.platform()}, device: {_device_name()}")
+    print(f"{platform.platform()}, device: {device_name()}")
     device, healthy = kernels.backend(), True
     if device is None:
         print(f"kernels: not used, {kernels.reason(128, 128)}")

@@ -80,14 +80,23 @@ def _need_mlx_lm() -> None:
 
 def _stock_caches(model) -> list:
     """The caches mlx-lm makes for a model that is not enabled."""
-    override = model.__dict__.get("make_cache")
-    if isinstance(override, _MakeCache):
-        del model.make_cache
-        try:
-            return _mlx_lm_cache.make_prompt_cache(model)
-        finally:
+    override = _take_override(model)
+    try:
+        return _mlx_lm_cache.make_prompt_cache(model)
+    finally:
+        if override is not None:
             model.make_cache = override
-    return _mlx_lm_cache.make_prompt_cache(model)
+
+
+def _take_override(model) -> _MakeCache | None:
+    """Removes our `make_cache` from a model, which gets back the one it had of its own, and returns it."""
+    override = model.__dict__.get("make_cache")
+    if not isinstance(override, _MakeCache):
+        return None
+    del model.make_cache
+    if override.previous is not None:
+        model.make_cache = override.previous
+    return override
 
 
 def _compress(caches: list, format: TQFormat, fused: str) -> tuple[list, list[LayerPlan]]:
@@ -108,6 +117,7 @@ class _MakeCache:
 
     def __init__(self, model, format: TQFormat, fused: str):
         self.model, self.format, self.fused = weakref.ref(model), format, fused
+        self.previous = model.__dict__.get("make_cache")
 
     def __call__(self) -> list:
         return _compress(_stock_caches(self.model()), self.format, self.fused)[0]
@@ -135,6 +145,7 @@ def enable(model, format: TQFormat | str | None = None, *, fused: str = "auto", 
     plan = Plan(_plan(model, format, fused))
     plan._model = model
     install_hook()
+    _take_override(model)
     model.make_cache = _MakeCache(model, format, fused)
     key = id(model)
     _enabled[key] = weakref.ref(model, lambda _: _enabled.pop(key, None))
@@ -151,8 +162,7 @@ def _plan(model, format: TQFormat, fused: str) -> list[LayerPlan]:
 
 def disable(model) -> None:
     """Undoes `enable`; does nothing to a model that is not enabled. Caches made before stay usable."""
-    if isinstance(model.__dict__.get("make_cache"), _MakeCache):
-        del model.make_cache
+    _take_override(model)
     _enabled.pop(id(model), None)
     if not _enabled:
         remove_hook()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
+from operator import add
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,7 +29,7 @@ from .rotation import layer_signs, paley, split_dim
 NSG = 4  # simdgroups of a threadgroup
 _THREADGROUP_BYTES = 32 << 10
 _MAX_DIM = 512
-_MAX_SPLITS = 128
+_MAX_SPLITS = 512
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
@@ -171,6 +173,7 @@ def _padded(array: mx.array) -> mx.array:
 # ------------------------------------------------------------------ what can run
 
 
+@cache
 def dim_reason(dim: int, name: str = "head_dim") -> str | None:
     """Why the kernels do not take rows of this width, or None."""
     m, _ = split_dim(dim)
@@ -258,79 +261,89 @@ def _self_test_error() -> float:
 # ------------------------------------------------------------------ launches
 
 
-def _launch(name: str, inputs: list, template: dict, outputs: list, grid: tuple[int, int, int]) -> list[mx.array]:
-    """Runs a kernel on `grid` simdgroups (rounded up to threadgroups); outputs are (shape, dtype)."""
+@lru_cache(maxsize=1024)
+def _template(**options) -> list:
+    return list(options.items())
+
+
+def _launch(name: str, inputs: list, template: list, shapes: list, dtypes: list, grid: tuple[int, int, int]) -> list:
+    """Runs a kernel on `grid` simdgroups, the first number rounded up to threadgroups; returns its outputs."""
     device = backend()
-    groups = -(-grid[0] // NSG)
-    if max(groups * NSG * 32, *grid[1:]) >= 1 << 31:
+    threads = -(-grid[0] // NSG) * NSG * 32
+    if max(threads, grid[1], grid[2]) >= 1 << 31:
         raise ValueError(f"{name}: the grid must stay below 2**31 threads, got {grid}")
     if device == "cuda" and max(grid[1:]) > 65535:
         raise ValueError(f"{name}: batch and n_kv_heads must stay below 65536 on CUDA, got {grid[1:]}")
     return _kernel(name, device)(
         inputs=inputs,
-        template=list(template.items()),
-        grid=(groups * NSG * 32, grid[1], grid[2]),
+        template=template,
+        grid=(threads, grid[1], grid[2]),
         threadgroup=(NSG * 32, 1, 1),
-        output_shapes=[shape for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
+        output_shapes=shapes,
+        output_dtypes=dtypes,
     )
 
 
-def _shape_template(format: TQFormat, dim: int, value_dim: int) -> dict:
-    return {
-        "D": dim,
-        "DV": value_dim,
-        "KB": format.key_bits,
-        "VB": format.value_bits,
-        "LLOYD": format.codebook == "lloyd",
-        "QJL": format.qjl,
-        "CENTERED": format.centered_keys,
-        "PAGE": format.page,
-        "NSG": NSG,
-    }
+@lru_cache(maxsize=1024)
+def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> list:
+    return [
+        ("D", dim),
+        ("DV", value_dim),
+        ("KB", format.key_bits),
+        ("VB", format.value_bits),
+        ("LLOYD", format.codebook == "lloyd"),
+        ("QJL", format.qjl),
+        ("CENTERED", format.centered_keys),
+        ("PAGE", format.page),
+        ("NSG", NSG),
+        *options.items(),
+    ]
 
 
-def _packed_inputs(keys: PackedRows, values: PackedRows) -> dict[str, mx.array]:
-    """Named inputs of both, with place-holders for regions that the format or the moment does not have."""
-    out = {}
-    for prefix, rows in (("k", keys), ("v", values)):
-        raw = rows.format.bits(rows.kind) == RAW_BITS
-        regions = rows.regions or Regions(_nothing(rows.dtype if raw else mx.uint32))
-        for name, array in regions._asdict().items():
-            out[f"{prefix}_{name}"] = _nothing() if array is None else array
-        out[f"{prefix}_exact"] = _nothing(rows.dtype) if rows.exact is None else rows.exact
-        out[f"{prefix}_signs"], out[f"{prefix}_jl_signs"] = rows.signs
-        out[f"{prefix}_mix"] = mix_rows(rows.dim)
-    return out
+def _whole_blocks(rows: PackedRows) -> PackedRows:
+    """The rows with room for a multiple of ROW_BLOCK packed tokens, as caches and `encode_keys` make them anyway."""
+    spare = 0 if rows.regions is None else -rows.regions.codes.shape[2] % ROW_BLOCK
+    return replace(rows, regions=codec.grow_regions(rows.regions, spare)) if spare else rows
 
 
-def _capacities(keys: PackedRows) -> tuple[int, int, int]:
+def _capacities(rows: PackedRows) -> tuple[int, int, int]:
     """Strides of a head: tokens of the packed regions and of the exact rows, pages of the means."""
-    packed = keys.regions.codes.shape[2] if keys.regions else 0
-    pages = keys.regions.mean.shape[2] if keys.regions and keys.regions.mean is not None else 0
-    return packed, keys.exact.shape[2] if keys.exact is not None else 0, pages
+    regions = rows.regions
+    packed = regions.codes.shape[2] if regions else 0
+    pages = regions.mean.shape[2] if regions and regions.mean is not None else 0
+    return packed, rows.exact.shape[2] if rows.exact is not None else 0, pages
+
+
+def _row_inputs(rows: PackedRows) -> list[mx.array]:
+    """codes, plane, jl, scale, residual, mean, exact; place-holders for what the format or the moment does not have."""
+    raw = rows.format.bits(rows.kind) == RAW_BITS
+    regions = rows.regions
+    if not regions or not regions.codes.size:
+        regions = (_nothing(rows.dtype if raw else mx.uint32), None, None, None, None, None)
+    nothing = _nothing()
+    out = [nothing if array is None else array for array in regions]
+    out.append(_nothing(rows.dtype) if rows.exact is None or not rows.exact.size else rows.exact)
+    return out
 
 
 def _check_launch(keys: PackedRows, values: PackedRows) -> None:
     """Everything the kernels take for granted about the arrays."""
-    batch, heads = keys.shape[:2]
-    layout = keys.layout
+    layout, head = keys.layout, (len(keys.layout.pad), keys.n_kv_heads)
     packed, exact, pages = _capacities(keys)
-    needed = max(layout.packed), max(f + r for f, r in zip(layout.first, layout.recent, strict=True))
-    if packed % ROW_BLOCK:
-        raise ValueError(f"packed rows must have a capacity that is a multiple of {ROW_BLOCK}, got {packed}")
+    needed = max(layout.packed), max(map(add, layout.first, layout.recent))
     if needed[0] > packed or needed[1] > exact:
         raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
-    if keys.regions and keys.regions.mean is not None and pages * keys.format.page < needed[0]:
+    if keys.format.centered_keys and pages * keys.format.page < needed[0]:
         raise ValueError(f"keys must have a mean for each page of {needed[0]} tokens, got {pages}")
+    if _capacities(values)[:2] != (packed, exact):
+        raise ValueError(f"keys and values must have equal capacities, got {_capacities(values)[:2]}")
     for rows in (keys, values):
-        if _capacities(rows)[:2] != (packed, exact):
-            raise ValueError(f"keys and values must have equal capacities, got {_capacities(rows)[:2]}")
         for array in (*(rows.regions or ()), rows.exact):
-            if array is not None and (array.shape[:2] != (batch, heads) or array.size < _MIN_ELEMENTS):
-                raise ValueError(f"{rows.kind} arrays must be ({batch}, {heads}, ...), got {array.shape}")
-    if layout.length >= 1 << 31:
-        raise ValueError(f"a sequence must have fewer than 2**31 tokens, got {layout.length}")
+            if array is not None and (array.shape[:2] != head or 0 < array.size < _MIN_ELEMENTS):
+                raise ValueError(f"{rows.kind} arrays must be {(*head, '...')}, got {array.shape}")
+    widest = max(keys.dim, values.dim)
+    if max(packed, exact, layout.length) * widest >= 1 << 31:
+        raise ValueError(f"tokens times head_dim must stay below 2**31, got {max(packed, layout.length)} * {widest}")
 
 
 def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int:
@@ -343,22 +356,29 @@ def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int
     return most
 
 
+@lru_cache(maxsize=1024)
+def _launch_shape(
+    device: str, layout: Layout, batch: int, n_kv_heads: int, rows: int, dim: int, value_dim: int
+) -> tuple[int, int, int]:
+    """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
+    per_item = _rows_per_simdgroup(rows, dim, value_dim, device)
+    tiles = -(-rows // per_item)
+    tokens = zip(layout.packed, layout.first, layout.recent, strict=True)
+    blocks = max(-(-p // ROW_BLOCK) + -(-(f + r) // ROW_BLOCK) for p, f, r in tokens)
+    wanted = -(-_WANTED_ITEMS[device] // (tiles * n_kv_heads * batch))
+    return per_item, tiles, max(1, min(wanted, _MAX_SPLITS, -(-blocks // 2)))
+
+
 def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap) -> mx.array:
     """Attention by the kernels, see `attention.attention`; `reason` must be None for these widths."""
+    keys, values = _whole_blocks(keys), _whole_blocks(values)
     _check_launch(keys, values)
     device, format, layout = backend(), keys.format, keys.layout
     batch, n_heads, length, dim = q.shape
-    value_dim, n_kv = values.dim, keys.n_kv_heads
-    groups, columns = n_heads // n_kv, layout.length
+    value_dim, n_kv, dtype = values.dim, keys.n_kv_heads, q.dtype
+    groups = n_heads // n_kv
     rows = groups * length
-    per_item = _rows_per_simdgroup(rows, dim, value_dim, device)
-    tiles = -(-rows // per_item)
-    blocks = max(
-        -(-p // ROW_BLOCK) + -(-(f + r) // ROW_BLOCK)
-        for p, f, r in zip(layout.packed, layout.first, layout.recent, strict=True)
-    )
-    wanted = -(-_WANTED_ITEMS[device] // (tiles * n_kv * batch))
-    splits = max(1, min(wanted, _MAX_SPLITS, -(-blocks // 2)))
+    per_item, tiles, splits = _launch_shape(device, layout, batch, n_kv, rows, dim, value_dim)
 
     kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
     if isinstance(mask, str):
@@ -368,67 +388,63 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
         shape = (1,) * (4 - mask.ndim) + mask.shape
         strides = tuple(prod(shape[i + 1 :]) if shape[i] > 1 else 0 for i in range(4))
         mask_array = _padded(mask)
-    packed, exact, pages = _capacities(keys)
-    shared = (groups, length, columns, packed, exact, splits, tiles, pages, *strides, n_kv)
-    params = _params(*shared, batch * n_heads * length, n_heads, 0)
-    consts = _consts(format, dim, value_dim, (q.dtype, q.dtype), float(scale), softcap)
-    inputs = _packed_inputs(keys, values) | {
-        "query": q,
-        "mask": mask_array,
-        "info": _info(layout),
-        "params": params,
-        "consts": consts,
-    }
-    template = {"T": q.dtype, **_shape_template(format, dim, value_dim)} | {
-        "MASK": kind,
-        "SOFTCAP": softcap is not None,
-        "DENORMAL": self_test(device).denormal,
-        "R": per_item,
-    }
+    capacities = _capacities(keys)
+    params = _params(
+        *(groups, length, layout.length, *capacities[:2], splits, tiles, capacities[2]),
+        *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
+    )
+    consts = _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)
+    k_signs, v_signs = keys.signs, values.signs
+    v_codes, v_plane, _, v_scale, _, _, v_exact = _row_inputs(values)
     partial, softmax = _launch(
         "attend",
-        [inputs[name] for name in _INPUTS["attend"].split()],
-        template,
-        [((batch, n_kv, rows, splits, value_dim), mx.float32), ((batch, n_kv, rows, splits, 2), mx.float32)],
+        [
+            *(q, *_row_inputs(keys), v_codes, v_plane, v_scale, v_exact),
+            *(mask_array, *k_signs, mix_rows(dim), _info(layout), params, consts),
+        ],
+        _shape_template(
+            *(format, dim, value_dim),
+            T=dtype,
+            MASK=kind,
+            SOFTCAP=softcap is not None,
+            DENORMAL=self_test(device).denormal,
+            R=per_item,
+        ),
+        [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
+        [mx.float32, mx.float32],
         (tiles * splits, n_kv, batch),
     )
-    inputs |= {"partial": partial, "softmax": softmax, "sinks": _nothing() if sinks is None else _padded(sinks)}
-    template = {"T": q.dtype, "DV": value_dim, "SINKS": sinks is not None, "NSG": NSG}
     return _launch(
         "merge",
-        [inputs[name] for name in _INPUTS["merge"].split()],
-        template,
-        [((batch, n_heads, length, value_dim), q.dtype)],
+        [
+            *(partial, softmax, _nothing() if sinks is None else _padded(sinks)),
+            *(v_signs[0], mix_rows(value_dim), params, consts),
+        ],
+        _template(T=dtype, DV=value_dim, SINKS=sinks is not None, NSG=NSG),
+        [(batch, n_heads, length, value_dim)],
+        [dtype],
         (batch * n_heads * length, 1, 1),
     )[0]
 
 
-def _pair_inputs(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int, pages: int) -> dict:
-    batch, heads, length, dim = keys.shape
-    value_dim = values.shape[3]
-    k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
-    return {
-        "keys": keys,
-        "values": values,
-        "k_signs": k_signs[0],
-        "k_jl_signs": k_signs[1],
-        "v_signs": v_signs[0],
-        "k_mix": mix_rows(dim),
-        "v_mix": mix_rows(value_dim),
-        "params": _params(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0),
-        "consts": _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None),
-    }
+def _pair_params(keys: mx.array, pages: int) -> mx.array:
+    batch, heads, length, _ = keys.shape
+    return _params(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
 
 
 def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> tuple[mx.array, mx.array]:
     """`rotation.rotate` of new keys and values `(B, n_kv_heads, L, D)`, in one launch."""
-    inputs = _pair_inputs(keys, values, format, layer_index, 0)
-    template = {"KT": keys.dtype, "VT": values.dtype, "D": keys.shape[3], "DV": values.shape[3], "NSG": NSG}
+    dim, value_dim = keys.shape[3], values.shape[3]
+    k_signs, v_signs = (layer_signs(format.seed, layer_index, d)[0] for d in (dim, value_dim))
     out = _launch(
         "rotate",
-        [inputs[name] for name in _INPUTS["rotate"].split()],
-        template,
-        [(keys.shape, keys.dtype), (values.shape, values.dtype)],
+        [
+            *(keys, values, k_signs, mix_rows(dim), v_signs, mix_rows(value_dim)),
+            *(_pair_params(keys, 0), _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None)),
+        ],
+        _template(KT=keys.dtype, VT=values.dtype, D=dim, DV=value_dim, NSG=NSG),
+        [keys.shape, values.shape],
+        [keys.dtype, values.dtype],
         (prod(keys.shape[:3]), 2, 1),
     )
     return tuple(out)
@@ -447,25 +463,24 @@ def encode(
         keys, values = rotate_pair(keys, values, format, layer_index)  # those rows are stored as they are rotated
         rotated = True
     dim, value_dim = keys.shape[3], values.shape[3]
-    inputs = _pair_inputs(keys, values, format, layer_index, 0 if mean is None else mean.shape[2]) | {
-        "k_mean": _nothing() if mean is None else mean,
-        "k_table": code_table(format, "keys", dim),
-        "v_table": code_table(format, "values", value_dim),
-    }
+    k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
     rows, scale = keys.shape[:3], getattr(mx, format.scale_dtype)
     k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
-    outputs = []
+    shapes = []
     for parts, scales in ((k_parts, 1 + format.qjl), (v_parts, 1)):
-        outputs += [
-            ((*rows, sum(parts.values())) if parts else (_MIN_ELEMENTS,), mx.uint32),
-            ((*rows, scales) if parts else (_MIN_ELEMENTS,), scale),
-        ]
-    template = {"T": keys.dtype, **_shape_template(format, dim, value_dim)} | {
-        "NORM": format.norm_correction,
-        "ROTATE": not rotated,
-    }
+        shapes += [(*rows, sum(parts.values())), (*rows, scales)] if parts else [(_MIN_ELEMENTS,)] * 2
     k_words, k_scales, v_words, v_scales = _launch(
-        "encode", [inputs[name] for name in _INPUTS["encode"].split()], template, outputs, (prod(rows), 2, 1)
+        "encode",
+        [
+            *(keys, values, _nothing() if mean is None else mean, *k_signs, mix_rows(dim)),
+            *(v_signs[0], mix_rows(value_dim), code_table(format, "keys", dim)),
+            *(code_table(format, "values", value_dim), _pair_params(keys, 0 if mean is None else mean.shape[2])),
+            _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None),
+        ],
+        _shape_template(format, dim, value_dim, T=keys.dtype, NORM=format.norm_correction, ROTATE=not rotated),
+        shapes,
+        [mx.uint32, scale] * 2,
+        (prod(rows), 2, 1),
     )
     return (
         _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
@@ -498,21 +513,22 @@ def _split_words(parts: dict[str, int], packed: mx.array, scales: mx.array, mean
 
 def decode(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
     """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch."""
+    keys, values = _whole_blocks(keys), _whole_blocks(values)
     _check_launch(keys, values)
     batch, heads, columns, dim = keys.shape
     packed, exact, pages = _capacities(keys)
-    params = _params(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
-    inputs = _packed_inputs(keys, values) | {
-        "info": _info(keys.layout),
-        "params": params,
-        "consts": _consts(keys.format, dim, values.dim, (keys.dtype, values.dtype), 1.0, None),
-    }
-    template = {"KT": keys.dtype, "VT": values.dtype, **_shape_template(keys.format, dim, values.dim)}
+    v_codes, v_plane, _, v_scale, _, _, v_exact = _row_inputs(values)
     out = _launch(
         "decode",
-        [inputs[name] for name in _INPUTS["decode"].split()],
-        template,
-        [(keys.shape, keys.dtype), (values.shape, values.dtype)],
+        [
+            *(*_row_inputs(keys), v_codes, v_plane, v_scale, v_exact, *keys.signs, mix_rows(dim)),
+            *(values.signs[0], mix_rows(values.dim), _info(keys.layout)),
+            _params(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0),
+            _consts(keys.format, dim, values.dim, (keys.dtype, values.dtype), 1.0, None),
+        ],
+        _shape_template(keys.format, dim, values.dim, KT=keys.dtype, VT=values.dtype),
+        [keys.shape, values.shape],
+        [keys.dtype, values.dtype],
         (batch * heads * columns, 2, 1),
     )
     return tuple(out)

@@ -84,6 +84,23 @@ def fetch(progress: bool = True) -> Path:
     return folder
 
 
+def load():
+    """Model and tokenizer of the demo model, as `mlx_lm.load` returns them.
+
+    Without a GPU the weights are unpacked to bfloat16: MLX multiplies 4-bit ones so slowly there that a token takes
+    seconds. Raises FetchError.
+    """
+    from mlx_lm import load as load_model
+    from mlx_lm.utils import dequantize_model
+
+    model, tokenizer = load_model(str(fetch()))
+    if mx.default_device() == mx.Device(mx.cpu):
+        model = dequantize_model(model)
+        model.set_dtype(mx.bfloat16)
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
 def _complete(folder: Path) -> bool:
     return (folder / "config.json").is_file()  # folders appear under their final name in one step
 
@@ -205,15 +222,18 @@ def model_weights(arrays: dict[str, mx.array], n_heads: int, n_kv_heads: int) ->
 
 
 def quantization(weights: dict[str, mx.array]) -> dict:
-    """mlx-lm's description: the commonest width for all, and the modules that have another."""
+    """Entries of config.json: the commonest width for all, and the modules that have another."""
     bits = {}
     for name, scales in weights.items():
         module, _, leaf = name.rpartition(".")
         if leaf == "scales":
             bits[module] = weights[f"{module}.weight"].shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
+    if not bits:
+        return {}
     usual = max(bits.values(), key=list(bits.values()).count)
     others = {m: {"group_size": GROUP_SIZE, "bits": b} for m, b in bits.items() if b != usual}
-    return {"group_size": GROUP_SIZE, "bits": usual, **others}
+    described = {"group_size": GROUP_SIZE, "bits": usual, **others}
+    return {"quantization": described, "quantization_config": described}
 
 
 def _special_ids(meta: dict) -> dict:
@@ -226,7 +246,6 @@ def _special_ids(meta: dict) -> dict:
 
 def model_config(meta: dict, weights: dict[str, mx.array]) -> dict:
     """config.json of a Llama model."""
-    described = quantization(weights)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -243,8 +262,7 @@ def model_config(meta: dict, weights: dict[str, mx.array]) -> dict:
         "torch_dtype": "float16",
         "vocab_size": meta["llama.vocab_size"],
         **_special_ids(meta),
-        "quantization": described,
-        "quantization_config": described,
+        **quantization(weights),
     }
 
 

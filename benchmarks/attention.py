@@ -1,0 +1,184 @@
+"""Time of one attention call over a cache: ours, MLX's bfloat16 attention, and mlx-lm's 4-bit quantised attention.
+
+All three run in one process, interleaved, over rotating caches that together exceed the device's caches, with many
+chained calls to an evaluation so that launch overhead is shared. Each result is checked before it is timed. Times are
+microseconds per call: the median and the 20th and 80th percentile over rounds.
+
+    python benchmarks/attention.py --out benchmarks/results/attention.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_tq
+from mlx_tq.doctor import device_name
+
+FIELDS = (
+    "case batch n_heads n_kv_heads head_dim cached queries format ours_us bf16_us mlx_lm_q4_us ratio_bf16 p20 p80 "
+    "ours_bytes bf16_bytes path device mlx commit"
+).split()
+# Bytes that the rotating caches of one method should reach together.
+ROTATE_BYTES = 200 << 20
+MAX_CACHES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    cached: int
+    queries: int = 1
+    batch: int = 1
+    n_heads: int = 32
+    n_kv_heads: int = 8
+    head_dim: int = 128
+
+
+LENGTHS = (1024, 8192, 32768, 131072)
+CASES = (
+    [Case("decode", n) for n in LENGTHS]
+    + [Case("batch", n, batch=b) for b in (4, 16) for n in (1024, 8192, 32768)]
+    + [Case("group", n, n_kv_heads=h) for h in (32, 4) for n in (8192, 32768)]
+    + [Case("head_dim", n, head_dim=d) for d in (64, 256) for n in (8192, 32768)]
+    + [Case("prefill", 32768, queries=2048)]
+)
+
+
+def rows(shape) -> mx.array:
+    return mx.random.normal(shape).astype(mx.bfloat16)
+
+
+def methods(case: Case, format: str):
+    """Per method a list of closures q -> output, one for each rotating cache, and bytes held by one cache."""
+    from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+    shape = (case.batch, case.n_kv_heads, case.cached, case.head_dim)
+    bf16_bytes = 4 * int(np.prod(shape))
+    count = max(2, min(MAX_CACHES, ROTATE_BYTES // (bf16_bytes // 4)))
+    scale = case.head_dim**-0.5
+    mask = "causal" if case.queries > 1 else None
+    ours, stock, q4, sizes = [], [], [], []
+    for _ in range(count):
+        keys, values = rows(shape), rows(shape)
+        cache = mlx_tq.TQKVCache(format)
+        for start in range(0, case.cached, 8192):
+            part = (x[:, :, start : start + 8192] for x in (keys, values))
+            cache.update_and_fetch(*part)
+            mx.eval(cache.state)
+        packed = cache.rows
+        quantised = [mx.quantize(x, group_size=64, bits=4) for x in (keys, values)]
+        mx.eval(keys, values, quantised)
+        sizes.append(cache.nbytes)
+        ours.append(lambda q, p=packed: mlx_tq.attention(q, *p, scale=scale, mask=mask))
+        stock.append(lambda q, k=keys, v=values: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask))
+        q4.append(
+            lambda q, k=quantised[0], v=quantised[1]: quantized_scaled_dot_product_attention(
+                mx.array(q), k, v, scale=scale, mask=mask, group_size=64, bits=4
+            )
+        )
+    return {"ours": ours, "bf16": stock, "mlx_lm_q4": q4}, sizes[0], bf16_bytes, mlx_tq.explain(*packed)
+
+
+def run(calls, q, count: int) -> float:
+    """Seconds per call of `count` calls, each waiting for the one before."""
+    start = perf_counter()
+    out = None
+    for i in range(count):
+        out = calls[i % len(calls)](q if out is None else mx.depends(q, out))
+    mx.eval(out)
+    return (perf_counter() - start) / count
+
+
+def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool) -> dict:
+    calls, ours_bytes, bf16_bytes, path = methods(case, format)
+    if not with_q4:
+        del calls["mlx_lm_q4"]
+    q = rows((case.batch, case.n_heads, case.queries, case.head_dim))
+    mx.eval(q)
+    outs = {name: fs[0](q).astype(mx.float32) for name, fs in calls.items()}
+    error = mx.linalg.norm(outs["ours"] - outs["bf16"]) / mx.linalg.norm(outs["bf16"])
+    if not error.item() < 0.25:  # the error of the format itself on random rows
+        raise SystemExit(f"{case}: ours differs from bfloat16 attention by {error.item():.3f} (relative)")
+    counts = {}
+    for name, fs in calls.items():
+        run(fs, q, len(fs))
+        once = run(fs, q, len(fs))
+        counts[name] = max(len(fs), min(400, int(budget_s / rounds / len(calls) / once)))
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, fs in calls.items():
+            times[name].append(run(fs, q, counts[name]) * 1e6)
+    mid = {name: float(np.median(t)) for name, t in times.items()}
+    return {
+        "case": case.name,
+        **{f: getattr(case, f) for f in ("batch", "n_heads", "n_kv_heads", "head_dim", "cached", "queries")},
+        "format": format,
+        "ours_us": round(mid["ours"], 2),
+        "bf16_us": round(mid["bf16"], 2),
+        "mlx_lm_q4_us": round(mid["mlx_lm_q4"], 2) if with_q4 else "",
+        "ratio_bf16": round(mid["bf16"] / mid["ours"], 3),
+        "p20": round(float(np.percentile(times["ours"], 20)), 2),
+        "p80": round(float(np.percentile(times["ours"], 80)), 2),
+        "ours_bytes": ours_bytes,
+        "bf16_bytes": bf16_bytes,
+        "path": path,
+    }
+
+
+def commit() -> str:
+    here = Path(__file__).resolve().parent
+    try:
+        out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=here)
+    except OSError:
+        return ""
+    return out.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--formats", default="default", help="presets, separated by commas (default: %(default)s)")
+    parser.add_argument("--cases", default="", help="only cases whose name is in this list")
+    parser.add_argument("--max-cached", type=int, default=131072, help="leave out longer caches")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds per case, about (default: %(default)s)")
+    parser.add_argument("--no-q4", action="store_true", help="leave out mlx-lm's quantised attention")
+    args = parser.parse_args()
+    about = {"device": device_name(), "mlx": mx.__version__, "commit": commit()}
+    print(f"{about['device']}, mlx {about['mlx']}, commit {about['commit'] or 'unknown'}", file=sys.stderr)
+    out = []
+    print(
+        f"{'case':9s} {'B':>3s} {'heads':>7s} {'D':>4s} {'cached':>7s} {'L':>5s} {'format':9s}"
+        f" {'ours':>9s} {'bf16':>9s} {'q4':>9s} {'bf16/ours':>9s}"
+    )
+    for case in CASES:
+        if case.cached > args.max_cached or (args.cases and case.name not in args.cases.split(",")):
+            continue
+        for format in args.formats.split(","):
+            row = measure(case, format, args.rounds, args.budget, not args.no_q4 and case.queries == 1)
+            out.append(row | about)
+            print(
+                f"{case.name:9s} {case.batch:3d} {case.n_heads:4d}/{case.n_kv_heads:<2d} {case.head_dim:4d}"
+                f" {case.cached:7d} {case.queries:5d} {format:9s} {row['ours_us']:9.1f} {row['bf16_us']:9.1f}"
+                f" {row['mlx_lm_q4_us'] or 0:9.1f} {row['ratio_bf16']:9.2f}",
+                flush=True,
+            )
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(out)
+
+
+if __name__ == "__main__":
+    main()
