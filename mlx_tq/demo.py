@@ -19,6 +19,7 @@ from .generate import add_model_arguments, attention_path, encode, load, positiv
 from .integrate import make_prompt_cache
 
 _PREFILL_STEP = 128  # small, so that the progress bar moves on a CPU
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens [{elapsed}<{remaining}]"
 
 
 @dataclass
@@ -45,7 +46,7 @@ def answer(model, tokenizer, prompt: list[int], caches: list, max_tokens: int, l
     from tqdm import tqdm
 
     tokens, text = [], ""
-    with tqdm(total=len(prompt) + max_tokens, desc=label, unit="token", leave=False, file=sys.stderr) as bar:
+    with tqdm(total=len(prompt) + max_tokens, desc=label, bar_format=_BAR, leave=False) as bar:
         steps = stream_generate(
             model,
             tokenizer,

@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import json
 import subprocess
 import sys
@@ -530,14 +531,12 @@ for c in caches:
     assert result.returncode == 0, result.stderr
     want = []
     for c in caches:
-        digest = hashlib_of(c.state) if isinstance(c, TQKVCache) else hashlib_of([""])
+        digest = state_digest(c.state) if isinstance(c, TQKVCache) else state_digest([""])
         want.append(f"{type(c).__name__} {digest}")
     assert result.stdout.split("\n")[:-1] == want
 
 
-def hashlib_of(state):
-    import hashlib
-
+def state_digest(state):
     digest = hashlib.sha256(state[0].encode())
     for array in state[1:]:
         digest.update(np.array(array.view(mx.uint8)).tobytes())
@@ -821,6 +820,12 @@ def softmax_kl(format, offset):
 def test_biased_keys_cost_nothing_when_centered(bits, offset):
     format = TQFormat(bits, centered_keys=True)
     assert softmax_kl(format, offset) < 2 * softmax_kl(format, 0)
+
+
+@pytest.mark.xfail(strict=True, reason="formats without centered keys spend their levels on the offset")
+@pytest.mark.parametrize("offset", (605, 921))
+def test_biased_keys_cost_nothing_by_default(offset):
+    assert softmax_kl(TQFormat(), offset) < 2 * softmax_kl(TQFormat(), 0)
 
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf))

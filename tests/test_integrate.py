@@ -10,13 +10,14 @@ from oracle import attention64, decode64, max_error, normal, to64
 
 import mlx_tq
 from mlx_tq import TQFormat, TQKVCache
-from mlx_tq.view import hook_installed
+from mlx_tq.view import hook_installed, remove_hook
 
 mlx_lm = pytest.importorskip("mlx_lm")
 from mlx_lm import generate, stream_generate  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models.cache import KVCache, make_prompt_cache  # noqa: E402
 
+remove_hook()  # other modules may have used a cache already
 STOCK = mx.fast.scaled_dot_product_attention
 VOCABULARY = 256
 COMMON = {
@@ -89,9 +90,9 @@ def tiny_model(name="llama", seed=0):
 @pytest.fixture(autouse=True)
 def clean_hook():
     """Each test starts without the hook and leaves none behind."""
-    mlx_tq.view.remove_hook()
+    remove_hook()
     yield
-    mlx_tq.view.remove_hook()
+    remove_hook()
     mlx_tq.integrate._enabled.clear()
 
 
@@ -221,7 +222,7 @@ def test_a_cache_in_use_survives_disable():
     twin = mlx_tq.make_prompt_cache(model, "k4v4")
     first = logits(model, ids[:50], caches)
     np.testing.assert_array_equal(to64(first), to64(logits(model, ids[:50], twin)))
-    mlx_tq.view.remove_hook()
+    remove_hook()
     got, want = logits(model, ids[50:], caches), logits(model, ids[50:], twin)
     assert cosine(got, want).min() > 0.9999
 

@@ -21,7 +21,15 @@ from .translate import translate
 
 HERE = Path(__file__).resolve().parent
 _UTILS = "mlx/backend/metal/kernels/utils.h"
-_PREAMBLE = f'#pragma once\n#include <metal_stdlib>\n#include "{_UTILS}"\nusing namespace metal;\n'
+_PREAMBLE = f"""#pragma once
+#include <metal_stdlib>
+#undef METAL_FUNC
+#define METAL_FUNC MSL_TOUCH
+#include "{_UTILS}"
+#undef METAL_FUNC
+#define METAL_FUNC inline __attribute__((always_inline))
+using namespace metal;
+"""
 _FORWARDERS = (
     *("atomic", "common", "compute", "geometric", "integer", "limits", "math", "numeric", "relational", "simdgroup"),
     *("simdgroup_matrix", "type_traits", "types"),
@@ -38,13 +46,17 @@ _LANGUAGE = _CODE + _flags(
     "-Wno-everything -fno-caret-diagnostics -fno-color-diagnostics"
 )
 _MATH = {"safe": ["-ffp-contract=on"], "fast": ["-ffast-math"]}
-# No copies of a call by the code generator either: see MSL_MEET in metal_stdlib.
-_ONE_CALL = _flags("-mllvm -disable-tail-duplicate -mllvm -disable-early-taildup -mllvm -tail-dup-placement=0")
+# The same for calls of a kernel's own helpers, and in the code generator: see MSL_MEET in metal_stdlib.
+_ONE_CALL = _flags(
+    "-fconvergent-functions -mllvm -disable-tail-duplicate -mllvm -disable-early-taildup "
+    "-mllvm -tail-dup-placement=0 -mllvm -enable-tail-merge=0"
+)
 _CHECKED = _ONE_CALL + _flags(
     "-O1 -gdwarf-4 -gline-tables-only -fsanitize=thread -fno-vectorize -fno-slp-vectorize -fno-finite-loops "
     "-fsanitize=signed-integer-overflow,integer-divide-by-zero,shift,bounds,float-cast-overflow,bool,enum,return "
     "-fsanitize=unreachable -ftrivial-auto-var-init=pattern -mllvm -tsan-instrument-func-entry-exit=0 "
-    "-mllvm -tsan-instrument-read-before-write=1 -mllvm -tsan-instrument-atomics=0"
+    "-mllvm -tsan-instrument-read-before-write=1 -mllvm -tsan-instrument-atomics=0 "
+    "-mllvm -disable-vector-combine"  # which would split vector loads, so that their alignment is not seen
 )
 _MODES = {"strict": ["-DMSL_STRICT"], "checked": _CHECKED, "plain": [*_ONE_CALL, "-O2"]}
 _WARNINGS = _flags(
@@ -60,39 +72,44 @@ class Toolchain:
     compiler: tuple[str, ...]
     linker: tuple[str, ...]
     runtime: tuple[str, ...]  # flags with which runtime.cpp finds the C library's headers
-    identity: str
+    version: str
+
+    @classmethod
+    def of(cls, compiler: list[str], linker: list[str], runtime: list[str]) -> Toolchain | None:
+        """None where the compiler does not run or is too old: clang 17 was the first to calculate with bfloat."""
+        try:
+            version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        m = re.search(r"clang version (\d+)", version)
+        return cls(tuple(compiler), tuple(linker), tuple(runtime), version) if m and int(m.group(1)) >= 17 else None
 
 
-def _clang(path: str) -> Toolchain | None:
-    """The toolchain of a clang++, None where it is older than 16."""
-    try:
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+def _zig() -> Toolchain | None:
+    """The clang and the linker inside the ziglang wheel, with the C headers it brings."""
+    spec = importlib.util.find_spec("ziglang")
+    if not spec or not spec.origin:
         return None
-    m = re.search(r"clang version (\d+)", version)
-    linker = (path, "-shared", "-nostdlib", "-Wl,-Bsymbolic")
-    return Toolchain((path,), linker, (), version) if m and int(m.group(1)) >= 16 else None
+    folder = Path(spec.origin).parent
+    libc = ("x86-linux-gnu", "generic-glibc", "x86-linux-any", "any-linux-any")
+    headers = [folder / "lib/include", *(folder / "lib/libc/include" / name for name in libc)]
+    runtime = [flag for path in headers for flag in ("-isystem", str(path))]
+    # Clang itself rather than `zig c++`, which would first build a C++ library that is not needed.
+    zig = str(folder / "zig")
+    return Toolchain.of([zig, "clang"], [zig, "ld.lld", "-shared", "-Bsymbolic"], ["-nostdinc", *runtime])
 
 
 @cache
 def toolchain() -> Toolchain | None:
-    """MSL_CXX, else the clang inside the ziglang wheel, else a clang++ (16 or newer) on PATH."""
+    """MSL_CXX, else the ziglang wheel, else a clang++ on PATH."""
+
+    def clang(path: str) -> Toolchain | None:
+        return Toolchain.of([path], [path, "-shared", "-nostdlib", "-Wl,-Bsymbolic"], [])
+
     if path := os.environ.get("MSL_CXX"):
-        return _clang(path)
-    spec = importlib.util.find_spec("ziglang")
-    if spec and spec.origin:
-        folder = Path(spec.origin).parent
-        zig = folder / "zig"
-        if zig.is_file():
-            # Clang itself rather than `zig c++`, which would first build a C++ library that is not needed.
-            headers = [folder / "lib/include"]
-            headers += [folder / "lib/libc/include" / name for name in ("x86-linux-gnu", "generic-glibc")]
-            headers += [folder / "lib/libc/include" / name for name in ("x86-linux-any", "any-linux-any")]
-            runtime = ("-nostdinc", *(part for h in headers for part in ("-isystem", str(h))))
-            identity = f"{zig} {zig.stat().st_size} {zig.stat().st_mtime_ns}"
-            return Toolchain((str(zig), "clang"), (str(zig), "ld.lld", "-shared", "-Bsymbolic"), runtime, identity)
-    names = ["clang++", *(f"clang++-{n}" for n in range(30, 15, -1))]
-    return next(filter(None, (_clang(p) for p in map(shutil.which, names) if p)), None)
+        return clang(path)
+    names = ["clang++", *(f"clang++-{n}" for n in range(30, 16, -1))]
+    return _zig() or next(filter(None, (clang(p) for p in map(shutil.which, names) if p)), None)
 
 
 @cache
@@ -106,7 +123,7 @@ def available() -> tuple[bool, str]:
     if not _mlx_headers():
         return False, "the mlx wheel with its Metal headers is not installed"
     if not toolchain():
-        return False, "no compiler: pip install ziglang, or set MSL_CXX to a clang++ of version 16 or newer"
+        return False, "no compiler: pip install ziglang, or set MSL_CXX to a clang++ of version 17 or newer"
     return True, ""
 
 
@@ -153,7 +170,7 @@ def _run(command: list[str], source: str | None = None) -> str:
     """Output of a compiler; MSLError where it fails without naming a line of the kernel."""
     r = subprocess.run(command, input=source, capture_output=True, text=True)
     if r.returncode and f"{FILE}:" not in r.stderr:
-        fail("toolchain", f"{' '.join(command)}: {r.stderr.strip()[-2000:]}")
+        fail("toolchain", f"{r.stderr.strip()[:2000]}\nfrom {' '.join(command)}")
     return r.stderr
 
 

@@ -110,7 +110,9 @@ class Library:
                  strict: bool = True, math: str = "safe"):  # fmt: skip
         self.text, self.checks = text, checks
         found = kernels(text)
-        self.name = kernel or list(found)[-1]
+        self.name = kernel or next(reversed(found), "")
+        if self.name not in found:
+            fail("syntax", f"the text has no kernel function {self.name!r}")
         self.parameters = found[self.name]
         if not instance:
             m = re.search(rf"template\s+\[\[\s*host_name.*?decltype\(({self.name}<.*?>)\)\s", text, re.S)

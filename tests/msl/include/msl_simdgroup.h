@@ -174,26 +174,26 @@ template <typename T, int C, int R> struct simdgroup_matrix {
 using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
 using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
 using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
-template <typename T, int C, int R> METAL_FUNC simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T v) {
+template <typename T, int C, int R> MSL_TOUCH simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T v) {
   simdgroup_matrix<T, C, R> m;
   m.e_[0] = m.e_[1] = v;
   return m;
 }
 namespace _msl {
-template <typename M> METAL_FUNC ulong at(const M& m, unsigned lane, unsigned k, ulong ld, ulong2 origin, bool transpose) {
+template <typename M> MSL_TOUCH ulong at(const M& m, unsigned lane, unsigned k, ulong ld, ulong2 origin, bool transpose) {
   const unsigned r = m.row(lane), c = m.col(lane) + k;
   return transpose ? (origin.y + c) * ld + origin.x + r : (origin.y + r) * ld + origin.x + c;
 }
 }  // namespace _msl
 #define MSL_MATRIX_IO(AS) \
   template <typename T> \
-  METAL_FUNC void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const AS T* from, ulong ld = 8, \
+  MSL_TOUCH void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const AS T* from, ulong ld = 8, \
                                  ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_LINE) { \
     const unsigned lane = _msl::exchange(true, "simdgroup_load", _line).lane; \
     for (unsigned k = 0; k < 2; ++k) m.e_[k] = from[_msl::at(m, lane, k, ld, origin, transpose)]; \
   } \
   template <typename T> \
-  METAL_FUNC void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, AS T* to, ulong ld = 8, \
+  MSL_TOUCH void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, AS T* to, ulong ld = 8, \
                                   ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_LINE) { \
     const unsigned lane = _msl::exchange(true, "simdgroup_store", _line).lane; \
     for (unsigned k = 0; k < 2; ++k) to[_msl::at(m, lane, k, ld, origin, transpose)] = m.e_[k]; \

@@ -1,0 +1,248 @@
+"""Bugs put into the kernels on purpose: the tests' own checks must catch every one.
+
+Each bug replaces one piece of one file. `probe` then runs what the file takes part in, under the runner, against the
+codec and float64 attention; a bug is caught by a problem that the runner reports or by a wrong result.
+"""
+
+import mlx.core as mx
+import msl
+import numpy as np
+import pytest
+from oracle import attention64, build_rows, decode64, normal, poison_rows, same_bits, to64
+
+import mlx_tq
+from mlx_tq import TQFormat, codec, kernels
+from mlx_tq.codec import Layout
+from mlx_tq.rotation import layer_signs
+
+pytestmark = pytest.mark.skipif(kernels.backend() is not None, reason="the runner finds these, a GPU may not")
+
+BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
+
+# file, text, replacement, and which occurrence of the text (from 0).
+BUGS = {
+    # barriers
+    "no barrier between transform stages": ("tq.h", BARRIER, "", 0),
+    "no barrier before mixing": ("tq.h", BARRIER, "", 1),
+    "no barrier before mixed values are stored": ("tq.h", BARRIER, "", 2),
+    "no barrier after mixed values are stored": ("tq.h", BARRIER, "", 3),
+    "no barrier between stages of the sum": ("tq.h", BARRIER, "", 4),
+    "no barrier before the sum is read": ("tq.h", BARRIER, "", 5),
+    "no barrier after the sum is read": ("tq.h", BARRIER, "", 6),
+    "no barrier before packing": ("tq.h", BARRIER, "", 8),
+    "no barrier after packing": ("tq.h", BARRIER, "", 9),
+    "levels are read before they are written": (
+        "attend.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
+    "sketch overwrites the query too early": ("attend.metal", "  " + BARRIER, "", 0),
+    "barrier orders device memory only": ("tq.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
+    "early return before the barrier": (
+        "attend.metal", "if (sg == 0) levels", "if (split >= splits) return;\nif (sg == 0) levels", 0),
+    "simdgroups share one scratch row": ("attend.metal", "scratch + sg * R * D", "scratch", 0),
+    "scratch is too small": ("attend.metal", "scratch[NSG * R * D]", "scratch[NSG * D]", 0),
+    "threadgroup memory above 32 KiB": ("attend.metal", "scratch[NSG * R * D]", "scratch[NSG * R * D * 40]", 0),
+    # strides and places
+    "packed stride of the exact rows": ("attend.metal", "at_packed = slot * capacity", "at_packed = slot * exact_capacity", 0),
+    "exact stride is the live length": ("attend.metal", "at_exact = slot * exact_capacity", "at_exact = slot * n_exact", 0),
+    "stride is the live length": ("attend.metal", "at_packed = slot * capacity", "at_packed = slot * n_packed", 0),
+    "batch is left out of the slot": ("attend.metal", "batch * size_t(params[12]) + kv_head;", "kv_head;", 0),
+    "query head of another group": ("attend.metal", "kv_head * G + row % G;", "row % G * int(params[12]) + kv_head;", 0),
+    "rows of a tile in another order": ("attend.metal", "from = query + (head * L + row / G)", "from = query + (head * L + row % L)", 0),
+    "value scales of the keys": ("attend.metal", "v_scales = v_scale + at_packed", "v_scales = k_scale + at_packed", 0),
+    "third bits of another row": ("tq.h", "plane + I * row_words(D, 1), levels", "plane, levels", 0),
+    "values of a neighbouring token": ("tq.h", "ushort(from + I)", "ushort(from + (I ^ 1))", 0),
+    "recent exact rows before the packed ones": ("attend.metal", "token < first ? token : n_packed + token);", "token);", 0),
+    "padding is not counted": ("attend.metal", "const int column = pad +", "const int column =", 0),
+    "page of the next block": ("attend.metal", "start / PAGE * D", "(start + 32) / PAGE * D", 0),
+    "mean is never renewed": ("attend.metal", "block == begin || start % PAGE == 0", "block == begin", 0),
+    "mean of the first block is missing": ("attend.metal", "block == begin || start % PAGE == 0", "start % PAGE == 0", 0),
+    "signs of the keys for the values": ("merge.metal", "head / G", "head % G", 0),
+    "splits overlap": ("attend.metal", "begin = split * share", "begin = split * (share - 1)", 0),
+    "last split is cut": ("attend.metal", "(blocks + splits - 1) / splits", "blocks / splits", 0),
+    "merge skips the last split": ("merge.metal", "s = 0; s < splits", "s = 0; s + 1 < splits", 0),
+    "an output coordinate is never written": ("merge.metal", "int i = lane; i < DV; i += 32) out[", "int i = lane; i + 1 < DV; i += 32) out[", 0),
+    "a partial result is never written": ("attend.metal", "vl * CV < DV && row < rows", "vl * CV + CV < DV && row < rows", 0),
+    "rows past the last are written": ("attend.metal", "vl * CV < DV && row < rows", "vl * CV < DV", 0),
+    # masks
+    "causal off by one": ("attend.metal", "column <= columns - L + row / G", "column < columns - L + row / G", 0),
+    "causal lets one too many through": ("attend.metal", "column <= columns - L + row / G", "column <= columns - L + 1 + row / G", 0),
+    "blocks are skipped too early": ("attend.metal", "> last_seen) continue", ">= last_seen) continue", 0),
+    "tail of the last block is seen": ("attend.metal", "bool seen = token < live;", "bool seen = token <= live;", 0),
+    "mask of the first head": ("attend.metal", "* size_t(params[9])", "* 0", 0),
+    "mask of the first row": ("attend.metal", "* size_t(params[10])", "* 0", 0),
+    "mask read past its end": ("attend.metal", "min(column, columns - 1)", "(column + 64)", 0),
+    "bool mask inverted": ("attend.metal", "bool(mask[at])", "!bool(mask[at])", 0),
+    "additive mask taken for bool": ("attend.metal", "s += float(mask[at])", "seen = seen && mask[at]", 0),
+    "minus infinity counts": ("attend.metal", "!(s == -INFINITY)", "true", 0),
+    # softmax
+    "accumulator is not rescaled": ("attend.metal", "fma(acc[r * CV + e], shrink,", "fma(acc[r * CV + e], 1.0f,", 0),
+    "sum is not rescaled": ("attend.metal", "fma(denominator[r], shrink, p)", "denominator[r] + p", 0),
+    "maximum starts at zero": ("attend.metal", "top[r] = LOWEST;", "top[r] = 0.0f;", 0),
+    "no maximum": ("attend.metal", "max(top[r], simd_max(", "max(top[r], 0.0f * simd_max(", 0),
+    "splits merged without their maximum": ("merge.metal", "exp2(softmax[(row * splits + s) * 2] - top)", "1.0f", 0),
+    "natural instead of base 2": ("attend.metal", "s *= LOG2E;", "", 0),
+    "sink is forgotten": ("merge.metal", "SINKS && lane == 0 ?", "false ?", 0),
+    "sink counted by every lane": ("merge.metal", "SINKS && lane == 0", "SINKS", 0),
+    "soft-cap after the mask": ("attend.metal", "if (SOFTCAP) s = consts[1] * tanh(s / consts[1]);", "", 0),
+    "accumulator is not initialised": ("attend.metal", "acc[r * CV + e] = 0.0f;", "", 0),
+    # decoding
+    "swapped halves of a word": ("tq.h", "low = float(both.x);\n    high = float(both.y);", "low = float(both.y);\n    high = float(both.x);", 0),
+    "bits beyond the denormals": ("tq.h", "(W * k >= 8 ? word >> 8 : word)", "word", 0),
+    "wrong weight of the third bit": ("tq.h", "4.0f * field_scale", "2.0f * field_scale", 0),
+    "offset of the codes is off": ("tq.h", "((1 << B) - 1) * 0.5f", "((1 << B) - 2) * 0.5f", 0),
+    "inner and outer levels swapped": ("tq.h", "inner = levels[2], outer = levels[3]", "inner = levels[3], outer = levels[2]", 0),
+    "value levels for the keys": ("attend.metal", "v_planes + at * row_words(DV, 1), levels + 16,", "v_planes + at * row_words(DV, 1), levels,", 0),
+    "butterfly keeps the wrong half": ("tq.h", "keep = upper ? other[r] : sums[r]", "keep = upper ? sums[r] : other[r]", 0),
+    "idle lanes count": ("attend.metal", "kl * C < D ? rotated", "true ? rotated", 0),
+    "Paley column instead of row": ("tq.h", "row >> b & 1u ? v : -v", "row >> b & 1u ? -v : v", 0),
+    "residual norm is forgotten": ("attend.metal", "sums[r] + residual * sums", "sums[r] + sums", 0),
+    "unset sign bits count 0": ("attend.metal", "start_sum[QJL ? R + r : 0] = -sum;", "start_sum[QJL ? R + r : 0] = 0.0f;", 0),
+    "query is not rotated": ("attend.metal", "hadamard<D>(rotated + r * D, k_mix, lane);", "", 0),
+    "result is not rotated back": ("merge.metal", "hadamard<DV>(out_row, v_mix, lane);", BARRIER, 0),
+    "pointer without an address space": ("tq.h", "thread const float* a, thread", "const float* a, thread", 0),
+    # encoding
+    "ties go down": ("tq.h", "unit[n] >= table[16 + b]", "unit[n] > table[16 + b]", 0),
+    "codes are not clamped": ("tq.h", "clamp(int(floor(unit[n] * table[c])) + HALF, 0, LAST)", "int(floor(unit[n] * table[c])) + HALF", 1),
+    "the first step always": ("tq.h", "if (cosine > best) {", "if (c == 0) {", 0),
+    "the last step of equals": ("tq.h", "if (cosine > best) {", "if (cosine >= best * 0.999f) {", 0),
+    "norms are not rounded first": ("tq.h", "const float x = round12(y[i]);", "const float x = y[i];", 0),
+    "plane shifted": ("tq.h", "float(code[n] >> 2)", "float(code[n] >> 1)", 0),
+    "scale of the sketch": ("tq.h", "LLOYD ? residual : residual / step", "residual / step + 1.0f", 0),
+    "sketch sign of zero": ("tq.h", "y[i] >= 0.0f ? 1.0f", "y[i] > 0.5f ? 1.0f", 0),
+    "mean of the wrong page": ("encode.metal", "row % L / PAGE", "0", 0),
+    "mean is added": ("encode.metal", "y[i] -= float(k_mean", "y[i] += float(k_mean", 0),
+    "float16 overflows": ("tq.h", "T(isfinite(x) ? min(max(x, -top), top) : x)", "T(x)", 0),
+    "not finite becomes zero": ("tq.h", "finite ? 0.0f : NAN", "0.0f", 0),
+    "values with the keys' words": ("encode.metal", "v_words + size_t(row) * encoded_words(DV, VB, false)", "v_words + size_t(row) * encoded_words(D, KB, QJL)", 0),
+    "rotation is not normalised": ("tq.h", "narrow<T>(y[i] * norm, top)", "narrow<T>(y[i], top)", 0),
+    "dense rows keep their rotation": ("decode.metal", "hadamard<D>(y, k_mix, lane);\n  for", BARRIER + "\n  for", 0),
+    "dense padding is not zero": ("decode.metal", "token < 0 ? 0.0f : float(k_exact", "float(k_exact", 0),
+    "dense values with key scales": ("decode.metal", "float(v_scale[at])", "float(k_scale[at])", 0),
+    "dense page is off": ("decode.metal", "place / PAGE", "(place + 1) / PAGE", 0),
+}  # fmt: skip
+
+LLOYD = TQFormat(2, 4, codebook="lloyd", centered_keys=True, page=64)
+TQ3 = TQFormat.preset("tq3", page=32)
+MIXED = TQFormat(3, 2, page=32)
+DEFAULT = TQFormat(page=32)
+
+
+def cached(format, dim, value_dim=None):
+    """Poisoned keys and values of two unlike batch rows."""
+    layout = Layout((0, 41), (2, 1), (160, 96), (33, 57))
+    counts = (195, 154)
+    make = lambda kind, d, s: poison_rows(  # noqa: E731
+        build_rows(kind, [normal(s + b, 1, 2, n, d, factor=2) for b, n in enumerate(counts)], format, layout), 1
+    )
+    return make("keys", dim, 1), make("values", value_dim or dim, 5)
+
+
+def attend(format, dim, length, bound=4e-6, factor=1.0, shift=0.0, value_dim=None, n_heads=4, **options):
+    keys, values = cached(format, dim, value_dim)
+    q = normal(9, 2, n_heads, length, dim, factor=factor)
+    if shift:  # every key has a large constant component: all scores far below zero
+        u = mx.ones((dim,)) * dim**-0.5
+        layout = Layout((0, 0), (2, 2), (160, 160), (33, 33))
+        parts = [normal(b, 1, 2, 195, dim) + 40 * u for b in range(2)]
+        keys = poison_rows(build_rows("keys", parts, format, layout), 1)
+        values = poison_rows(build_rows("values", [normal(b, 1, 2, 195, dim) for b in range(2)], format, layout), 1)
+        q = q - shift * u
+    got = to64(mlx_tq.attention(q, keys, values, scale=dim**-0.5, **options))
+    want = attention64(q, decode64(keys), decode64(values), dim**-0.5, pad=keys.layout.pad, **options)
+    return np.isfinite(got).all() and np.abs(got - want).max() < bound * max(1, factor, shift)
+
+
+def encode(format, dim, value_dim, dtype, rotated):
+    x = [np.random.default_rng(d).standard_normal((2, 2, 37, d)).astype(np.float32) for d in (dim, value_dim)]
+    for a in x:
+        a[0, 0, 0], a[0, 0, 1], a[0, 0, 2, 3], a[0, 1, 3] = 0, 3000, np.inf, np.eye(a.shape[3])[5] * 50000
+    s = layer_signs(42, 3, dim)[0]
+    x[0][1, 1, 4] = np.array(s) * 9000  # rotates to one coordinate beyond float16
+    k, v = (mx.array(a).astype(dtype) for a in x)
+    signs = [layer_signs(format.seed, 3, d) for d in (dim, value_dim)]
+    y = [codec.rotate(a, b[0]) for a, b in zip((k, v), signs, strict=True)]
+    mean = codec.page_means(y[0], format.page) if format.centered_keys else None
+    want = (*codec.quantise(y[0], format, "keys", signs[0][1], mean), *codec.quantise(y[1], format, "values", signs[1][1]))
+    got = kernels.encode(*(y if rotated else (k, v)), mean, format, 3, rotated=rotated)
+    zero = lambda a: a if a.dtype == mx.uint32 else mx.where(mx.isnan(a), -1, a)  # noqa: E731
+    pairs = zip((*got[0], *got[1]), want, strict=True)
+    return all(same_bits(zero(a), zero(b)) for a, b in pairs if b is not None)
+
+
+def dense(format, dim):
+    keys, values = cached(format, dim)
+    pairs = zip(kernels.decode(keys, values), (keys, values), strict=True)
+    return all(np.abs(to64(got) - decode64(rows)).max() < 2e-5 for got, rows in pairs)
+
+
+def bool_mask(*shape):
+    return mx.array(np.random.default_rng(3).random(shape) < 0.6)
+
+
+def additive(*shape):
+    x = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
+    x[..., 0:40] = -np.inf
+    x[:, 1, 0] = -np.inf  # a query that sees nothing
+    return mx.array(x)
+
+
+def probes(file):
+    """Runs until one of them fails; yields whether the result was right."""
+    if file in ("encode.metal", "tq.h"):
+        yield encode(MIXED, 64, 64, mx.float16, False)
+        yield encode(TQ3, 64, 80, mx.float16, False)
+        yield encode(LLOYD, 80, 64, mx.float32, True)
+        yield encode(TQFormat(4, 4, qjl=True, page=32), 64, 64, mx.float32, True)
+    if file in ("attend.metal", "merge.metal", "tq.h"):
+        yield attend(DEFAULT, 64, 3, mask="causal")
+        yield attend(TQ3, 64, 1, mask=bool_mask(2, 4, 1, 195))
+        yield attend(MIXED, 80, 2, mask=additive(1, 4, 2, 195), value_dim=64)
+        yield attend(LLOYD, 64, 3, mask=bool_mask(1, 4, 3, 195), sinks=mx.array([5.0, -3.0, 0.0, 2.0]))
+        yield attend(DEFAULT, 64, 1, factor=30.0, softcap=9.0)
+        yield attend(MIXED, 64, 1, shift=60.0)
+        yield attend(DEFAULT, 64, 1, factor=20.0)
+        yield attend(DEFAULT, 64, 1, sinks=mx.array([90.0, 80.0, 70.0, 60.0]))
+        yield attend(DEFAULT, 64, 3, n_heads=2)
+    if file == "decode.metal":
+        yield dense(TQ3, 64)
+        yield dense(LLOYD, 80)
+
+
+def caught(file) -> str:
+    """What catches a bug in the kernels as they are now, or "" where nothing does."""
+    try:
+        return "" if all(probes(file)) else "wrong result"
+    except msl.MSLError as error:
+        return ", ".join(sorted(error.kinds))
+
+
+@pytest.fixture
+def few_splits(monkeypatch):
+    """Three splits, so that a simdgroup has several blocks and the merge several parts."""
+    monkeypatch.setattr(kernels, "_WANTED_ITEMS", {"metal": 36})
+    kernels._launch_shape.cache_clear()
+    yield
+    kernels._launch_shape.cache_clear()
+
+
+@pytest.mark.parametrize("file", ("encode.metal", "attend.metal", "decode.metal"))
+def test_the_kernels_as_they_are_pass(fused_kernels, few_splits, file):
+    assert caught(file) == ""
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_every_bug_is_caught(fused_kernels, few_splits, monkeypatch, name):
+    file, old, new, which = BUGS[name]
+    real = kernels.text
+
+    def text(wanted):
+        whole = real(wanted)
+        if wanted != file:
+            return whole
+        at = -1
+        for _ in range(which + 1):
+            at = whole.index(old, at + 1)
+        return whole[:at] + new + whole[at + len(old) :]
+
+    monkeypatch.setattr(kernels, "text", text)
+    kernels._kernel.cache_clear()
+    assert caught(file), f"nothing notices: {name}"

@@ -1,0 +1,312 @@
+"""The kernels beyond what every path of test_attention.py runs: encoding, launches, schedules, the self test."""
+
+import re
+from dataclasses import replace
+
+import mlx.core as mx
+import msl
+import numpy as np
+import pytest
+from conftest import fused, kernels_missing, running_kernels
+from oracle import attention64, build_rows, decode64, max_error, normal, poison_cache, poison_rows, same_bits
+
+import mlx_tq
+from mlx_tq import TQFormat, TQKVCache, codec, kernels
+from mlx_tq.codec import Layout
+from mlx_tq.rotation import layer_signs, supported_dim
+
+runner_only = pytest.mark.skipif(kernels.backend() is not None, reason="about the runner, not a GPU")
+
+ENCODE = [
+    (TQFormat(), 128, 128, mx.float16),
+    (TQFormat(), 64, 64, mx.bfloat16),
+    (TQFormat.preset("tq3"), 64, 64, mx.float32),
+    (TQFormat.preset("tq3"), 128, 128, mx.float16),
+    (TQFormat(3, 2), 96, 96, mx.bfloat16),
+    (TQFormat(3, 4, codebook="lloyd"), 80, 128, mx.float32),
+    (TQFormat(4, 2, qjl=True), 64, 64, mx.float16),
+    (TQFormat(2, 3, codebook="lloyd", centered_keys=True, page=32), 112, 192, mx.float32),
+    (TQFormat(4, 3, norm_correction=False), 256, 32, mx.bfloat16),
+    (TQFormat(4, 4), 512, 16, mx.float32),
+    (TQFormat(4, 16), 128, 128, mx.float16),
+    (TQFormat(16, 4), 64, 64, mx.float32),
+]
+
+
+def hard_rows(seed, b, h, length, dim, dtype):
+    """Random rows of many scales with zero, constant, one-hot, subnormal and huge ones among them."""
+    x = np.random.default_rng(seed).standard_normal((b, h, length, dim))
+    x *= 10.0 ** np.random.default_rng(seed + 1).integers(-3, 3, (b, h, length, 1))
+    x[0, 0, 0] = 0
+    x[0, 0, 1] = -0.0
+    x[0, 0, 2] = 3000
+    x[0, 0, 3] = np.eye(dim)[3] * 60000
+    x[0, 0, 4] = 6e-8
+    x[0, 0, 5, 0] = np.nan
+    x[0, 0, 6, 1] = np.inf
+    return mx.array(x.astype(np.float32)).astype(dtype)
+
+
+def same_numbers(a, b):
+    """Whether two arrays agree in every bit, but for the payload of a NaN."""
+    if a.dtype == mx.uint32:
+        return same_bits(a, b)
+    return mx.array_equal(mx.isnan(a), mx.isnan(b)) and same_bits(*(mx.where(mx.isnan(x), 0, x) for x in (a, b)))
+
+
+@pytest.mark.parametrize("rotated", (False, True))
+@pytest.mark.parametrize(("format", "dim", "value_dim", "dtype"), ENCODE)
+def test_encode_gives_the_bits_of_the_codec(fused_kernels, format, dim, value_dim, dtype, rotated):
+    k, v = hard_rows(1, 2, 2, 37, dim, dtype), hard_rows(2, 2, 2, 37, value_dim, dtype)
+    signs = [layer_signs(format.seed, 5, d) for d in (dim, value_dim)]
+    y = [codec.rotate(x, s[0]) for x, s in zip((k, v), signs, strict=True)]
+    mean = codec.page_means(y[0], format.page) if format.centered_keys else None
+    want = (
+        codec.quantise(y[0], format, "keys", signs[0][1], mean),
+        codec.quantise(y[1], format, "values", signs[1][1]),
+    )
+    got = kernels.encode(*(y if rotated else (k, v)), mean, format, 5, rotated=rotated)
+    for mine, theirs in zip(got, want, strict=True):
+        for name, a, b in zip(mine._fields, mine, theirs, strict=True):
+            assert (a is None) == (b is None), name
+            assert a is None or same_numbers(a, b), name
+
+
+@pytest.mark.parametrize("dtype", codec.FLOAT_DTYPES)
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (80, 96), (112, 320), (16, 512)])
+def test_rotate_gives_the_bits_of_the_codec(fused_kernels, dim, value_dim, dtype):
+    k, v = normal(1, 2, 3, 5, dim, dtype=dtype), normal(2, 2, 3, 5, value_dim, dtype=dtype, factor=100)
+    for got, x in zip(kernels.rotate_pair(k, v, TQFormat(), 3), (k, v), strict=True):
+        assert same_bits(got, codec.rotate(x, layer_signs(42, 3, x.shape[3])[0]))
+
+
+@pytest.mark.parametrize(("format", "dim", "value_dim", "dtype"), ENCODE[::2])
+def test_decode_equals_the_codec(fused_kernels, format, dim, value_dim, dtype):
+    layout = Layout((0, 3), (2, 2), (64, 32), (7, 36))
+    parts = lambda d: [normal(d + b, 1, 2, n, d, dtype=dtype) for b, n in enumerate((73, 70))]  # noqa: E731
+    keys = poison_rows(build_rows("keys", parts(dim), format, layout))
+    values = poison_rows(build_rows("values", parts(value_dim), format, layout))
+    eps = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}[dtype]
+    for got, rows in zip(kernels.decode(keys, values), (keys, values), strict=True):
+        assert got.dtype == rows.dtype
+        assert max_error(got, decode64(rows)) < eps * 6
+
+
+# ------------------------------------------------------------------ launches
+
+
+def ragged(format, dim=64, seed=0):
+    """Keys and values of three batch rows with different padding, packed and recent tokens."""
+    layout = Layout((0, 5, 40), (2, 2, 1), (96, 64, 32), (31, 58, 56))
+    counts = [f + p + r for f, p, r in zip(layout.first, layout.packed, layout.recent, strict=True)]
+    make = lambda kind, s: build_rows(  # noqa: E731
+        kind, [normal(s + b, 1, 2, n, dim, factor=3) for b, n in enumerate(counts)], format, layout
+    )
+    return poison_rows(make("keys", seed + 10)), poison_rows(make("values", seed + 20))
+
+
+def check(q, keys, values, bound=2e-6, **options):
+    out = fused(q, keys, values, scale=q.shape[-1] ** -0.5, **options)
+    want = attention64(q, decode64(keys), decode64(values), q.shape[-1] ** -0.5, pad=keys.layout.pad, **options)
+    assert max_error(out, want) < bound * max(1, np.abs(want).max())
+
+
+@pytest.mark.parametrize("wanted", (1, 16, 60, 10_000))
+@pytest.mark.parametrize("length", (1, 3))
+def test_any_number_of_splits(fused_kernels, monkeypatch, wanted, length):
+    monkeypatch.setattr(kernels, "_WANTED_ITEMS", dict.fromkeys(kernels._WANTED_ITEMS, wanted))
+    kernels._launch_shape.cache_clear()
+    check(normal(1, 3, 4, length, 64), *ragged(TQFormat(centered_keys=True, page=32)), mask="causal")
+    kernels._launch_shape.cache_clear()
+
+
+@pytest.mark.parametrize("rows", (1, 2, 4))
+@pytest.mark.parametrize("format", (TQFormat(3, 2, page=32), TQFormat.preset("tq3", page=32)))
+def test_any_number_of_rows_to_a_simdgroup(fused_kernels, monkeypatch, format, rows):
+    monkeypatch.setattr(kernels, "_rows_per_simdgroup", lambda *_: rows)
+    kernels._launch_shape.cache_clear()
+    check(normal(1, 3, 6, 2, 64), *ragged(format), mask="causal")
+    kernels._launch_shape.cache_clear()
+
+
+@pytest.mark.parametrize("format", (TQFormat(page=32), TQFormat(3, 3, page=32), TQFormat.preset("tq3", page=32)))
+def test_codes_read_as_integers(fused_kernels, monkeypatch, format):
+    device = kernels.backend()
+    monkeypatch.setitem(kernels._tests, device, kernels.SelfTest(None, False, None))
+    check(normal(1, 3, 4, 1, 64), *ragged(format))
+
+
+@runner_only
+@pytest.mark.parametrize("seed", (1, 2, 3))
+def test_schedules_of_threads(fused_kernels, seed):
+    with msl.options(seed=seed):
+        check(normal(1, 3, 4, 2, 64), *ragged(TQFormat.preset("tq3", page=32)), mask="causal")
+        test_encode_gives_the_bits_of_the_codec(None, *ENCODE[5], False)
+
+
+@runner_only
+def test_slices_that_start_anywhere(fused_kernels):
+    with msl.options(misalign=True):
+        check(normal(1, 3, 4, 2, 64), *ragged(TQFormat(3, 2, page=32)), mask="causal")
+
+
+def test_lengths_compile_nothing_new(fused_kernels, monkeypatch):
+    """100 steps of a cache build each kernel once, whatever its length."""
+    made = []
+    make = "metal_kernel" if kernels.backend() == "metal" else "cuda_kernel"
+    real = getattr(mx.fast, make)
+    monkeypatch.setattr(mx.fast, make, lambda **kw: made.append(kw["name"]) or real(**kw))
+    kernels._kernel.cache_clear()
+    cache = TQKVCache(TQFormat(window=32, page=32, sinks=2))
+    texts = set()
+    q = normal(3, 1, 2, 1, 16)
+    for i in range(100):
+        step = normal(i, 1, 1, 1, 16)
+        k, v = cache.update_and_fetch(step, step)
+        mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25))
+        if msl.last_run():
+            texts.add((msl.last_run().name, msl.last_run().text))
+    assert sorted(made) == ["tq_attend", "tq_decode", "tq_encode", "tq_merge", "tq_rotate"]
+    assert all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in made)
+    assert len(texts) == len({name for name, _ in texts})
+
+
+def test_a_cache_on_kernels_holds_the_same_bits_as_on_ops(fused_kernels):
+    format = TQFormat(3, 4, centered_keys=True, window=32, page=32)
+    caches = [TQKVCache(format, fused=fused) for fused in ("require", "never")]
+    for i, n in enumerate((50, 1, 1, 90, 3)):
+        k, v = (normal(10 * i + j, 1, 2, n, 64, dtype=mx.float16) for j in (0, 1))
+        outs = []
+        for cache in caches:
+            keys, values = cache.update_and_fetch(k, v)
+            outs.append(mlx_tq.attention(normal(i, 1, 4, n, 64), keys.rows, values.rows, scale=0.1, mask="causal"))
+        assert max_error(outs[0], np.array(outs[1]).astype(np.float64)) < 2e-6
+    for a, b in zip(*(cache.state[1:] for cache in caches), strict=True):
+        assert same_bits(a, b)
+
+
+def test_threadgroup_memory_stays_within_the_limit():
+    for dim in filter(supported_dim, range(16, 513)):
+        if kernels.dim_reason(dim):
+            continue
+        for device in ("metal", "cuda"):
+            rows = kernels._rows_per_simdgroup(64, dim, dim, device)
+            assert rows >= 1
+            assert kernels.NSG * rows * dim * 4 + 128 <= 32768
+
+
+@runner_only
+@pytest.mark.parametrize("dim", (512, 256))
+def test_threadgroup_memory_of_the_widest_rows(fused_kernels, dim):
+    keys, values = ragged(TQFormat.preset("tq3", page=32, scale_dtype="bfloat16"), dim=dim)
+    check(normal(1, 3, 4, 2, dim), keys, values, bound=6e-6)
+    assert msl.last_run().threadgroup_bytes <= 32768
+
+
+# ------------------------------------------------------------------ which path, and why
+
+
+def test_explain_names_the_path(fused_kernels):
+    keys, values = ragged(TQFormat(page=32))
+    assert mlx_tq.explain(keys, values) == f"kernels ({kernels.backend()})"
+    assert 'fused="never"' in mlx_tq.explain(replace(keys, fused="never"), values)
+    narrow = [make(normal(1, 1, 1, 8, 72)) for make in (mlx_tq.encode_keys, mlx_tq.encode_values)]
+    assert "72 is not a multiple of 16" in mlx_tq.explain(*narrow)
+    cache = TQKVCache()
+    cache.update_and_fetch(normal(1, 1, 1, 8, 64), normal(1, 1, 1, 8, 64))
+    assert "kernels" in mlx_tq.explain([cache, object()])
+
+
+def test_require_raises_before_anything_is_stored(fused_kernels):
+    cache = TQKVCache(fused="require")
+    with pytest.raises(ValueError, match=r'fused="require".*72'):
+        cache.update_and_fetch(normal(1, 1, 1, 8, 72), normal(1, 1, 1, 8, 72))
+    assert cache.empty()
+    with pytest.raises(ValueError, match="fused must be one of"):
+        TQKVCache(fused="yes")
+
+
+@pytest.mark.skipif(kernels.backend() is not None, reason="needs a machine without a GPU")
+def test_without_a_gpu_ops_run_and_say_why():
+    keys, values = ragged(TQFormat(page=32))
+    assert mlx_tq.explain(keys, values).startswith("MLX ops: the default device is cpu")
+    with pytest.raises(ValueError, match='fused="require"'):
+        mlx_tq.attention(normal(1, 3, 2, 1, 64), replace(keys, fused="require"), values, scale=1)
+
+
+@runner_only
+def test_self_test_passes_and_is_kept(fused_kernels):
+    kernels._tests.clear()
+    test = kernels.self_test("metal")
+    assert test.problem is None and test.denormal and test.error < 1e-5
+    assert kernels.self_test("metal") is test
+
+
+@runner_only
+def test_self_test_turns_to_integers_where_denormals_are_flushed(fused_kernels, monkeypatch):
+    honest = kernels._self_test_error
+    monkeypatch.setattr(kernels, "_self_test_error", lambda: 1.0 if kernels._tests["metal"].denormal else honest())
+    kernels._tests.clear()
+    test = kernels.self_test("metal")
+    assert test.problem is None and not test.denormal
+
+
+@runner_only
+@pytest.mark.parametrize("breakage", ("wrong numbers", "does not compile"))
+def test_self_test_that_fails_warns_once_and_leaves_ops(fused_kernels, monkeypatch, breakage):
+    old, new = {"wrong numbers": ("exp2(s - new_top)", "exp2(s)"), "does not compile": ("float sum", "flaot sum")}[
+        breakage
+    ]
+    real = kernels.text
+    monkeypatch.setattr(kernels, "text", lambda name: real(name).replace(old, new))
+    kernels._kernel.cache_clear()
+    kernels._tests.clear()
+    keys, values = ragged(TQFormat(page=32))
+    q = normal(1, 3, 4, 1, 64)
+    with pytest.warns(RuntimeWarning, match="uses MLX ops") as caught:
+        check(q, keys, values)
+        check(q, keys, values)
+    assert len(caught) == 1
+    assert "self test" in mlx_tq.explain(keys, values)
+
+
+# ------------------------------------------------------------------ what a launch takes for granted
+
+
+@pytest.mark.parametrize("damage", ("layout", "means", "values", "heads"))
+def test_arrays_that_do_not_fit_are_refused(fused_kernels, damage):
+    keys, values = ragged(TQFormat(centered_keys=True, page=32))
+    if damage == "layout":
+        layout = replace(keys.layout, packed=(160, 128, 96))
+        keys, values = replace(keys, layout=layout), replace(values, layout=layout)
+    elif damage == "means":
+        keys = replace(keys, regions=keys.regions._replace(mean=keys.regions.mean[:, :, :1]))
+    elif damage == "values":
+        values = replace(values, exact=values.exact[:, :, :59])
+    else:
+        keys = replace(keys, regions=keys.regions._replace(scale=keys.regions.scale[:, :1]))
+    with pytest.raises(ValueError, match="must"):
+        fused(normal(1, 3, 4, 1, 64), keys, values, scale=1.0)
+
+
+def test_poisoned_spare_rows_of_a_cache(fused_kernels):
+    cache = TQKVCache(TQFormat(16, 3, window=32, page=32))
+    cache.update_and_fetch(normal(1, 1, 2, 150, 64), normal(2, 1, 2, 150, 64))
+    poison_cache(cache)
+    check(normal(3, 1, 4, 2, 64), *cache.rows, mask="causal")
+
+
+def test_cuda_text_moves_threadgroup_arrays_only():
+    source = "threadgroup float scratch[8];\n  threadgroup float* p = scratch;\nthreadgroup_barrier(x);\n"
+    out = kernels.cuda_text(source)
+    assert out.startswith("__shared__ float scratch[8];")
+    assert "threadgroup float* p" in out and "threadgroup_barrier" in out
+    for name in ("attend", "merge", "encode", "rotate", "decode"):
+        assert "__shared__" in kernels.cuda_text(kernels.text(f"{name}.metal"))
+
+
+def test_the_kernels_are_skipped_only_for_a_reason():
+    assert kernels_missing() is None or "ziglang" in kernels_missing() or "x86-64" in kernels_missing()
+    if kernels_missing() is None:
+        with running_kernels():
+            assert kernels.reason(64, 64) is None
