@@ -8,7 +8,7 @@ in one fixed order and no product is added to anything unless it is exact, so fu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -333,15 +333,20 @@ def decode_rotated(rows: PackedRows) -> mx.array:
             first = layout.first[0]
             parts = [parts[0][:, :, :first], parts[1], parts[0][:, :, first:]]
         return mx.concatenate(parts, axis=2)
-    # Column c of row b comes from: an exact row, a packed row (they follow the exact ones), or the zero row at the end.
-    index = np.full((b, length), exact + packed, np.int32)
+    table = mx.concatenate([*parts, mx.zeros((b, h, 1, dim))], axis=2)
+    return mx.take_along_axis(table, _sources(layout, exact, packed)[:, None, :, None], axis=2)
+
+
+@lru_cache(maxsize=4)  # the layers of a model ask for the same one
+def _sources(layout: Layout, exact: int, packed: int) -> mx.array:
+    """Row `(B, columns)` each column comes from: an exact row, a packed row behind them, or the zero row at the end."""
+    index = np.full((len(layout.pad), layout.length), exact + packed, np.int32)
     for i, (pad, first, count, recent) in enumerate(
         zip(layout.pad, layout.first, layout.packed, layout.recent, strict=True)
     ):
         tokens = np.concatenate([np.arange(first), exact + np.arange(count), first + np.arange(recent)])
         index[i, pad:] = tokens
-    table = mx.concatenate([*parts, mx.zeros((b, h, 1, dim))], axis=2)
-    return mx.take_along_axis(table, mx.array(index)[:, None, :, None], axis=2)
+    return mx.array(index)
 
 
 def _decode(rows: PackedRows) -> mx.array:

@@ -713,8 +713,11 @@ def evaluate(args: argparse.Namespace, formats: list[CacheFormat], model=None, t
             "mlx_lm": version("mlx-lm"),
             "python": sys.version.split()[0],
         }
+        interval = 0.5 if sys.stderr.isatty() else 30  # seconds between two states of the bar: few in log files
         groups = [pending[i : i + _GROUP] for i in range(0, len(pending), _GROUP)]
-        with tqdm(total=sum(evaluation.units(len(g)) for g in groups), unit="step", file=sys.stderr) as bar:
+        with tqdm(
+            total=sum(evaluation.units(len(g)) for g in groups), unit="step", file=sys.stderr, mininterval=interval
+        ) as bar:
             for group in groups:
                 bar.set_description(" ".join(hashes[key].name for key in group))
                 results = evaluation.run([hashes[key] for key in group], bar)

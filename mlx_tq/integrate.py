@@ -1,7 +1,7 @@
 """Plugs compressed caches into mlx-lm. The only file that knows mlx-lm's internals.
 
 mlx-lm asks a model's `make_cache` for caches and saves and loads them by class name: `enable` overrides the first for
-one model, importing this file registers our class for the second.
+one model, importing this file registers our classes for the second.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
+from .batch import TQBatchKVCache
 from .cache import TQKVCache
 from .format import TQFormat
 from .view import install_hook, remove_hook
@@ -21,7 +22,7 @@ except ModuleNotFoundError as error:
     _mlx_lm_cache = None
 else:
     # load_prompt_cache looks classes up among the names of this module.
-    _mlx_lm_cache.TQKVCache = TQKVCache
+    _mlx_lm_cache.TQKVCache, _mlx_lm_cache.TQBatchKVCache = TQKVCache, TQBatchKVCache
 
 # Why a cache of mlx-lm is left as it is, by class name.
 _LEFT_ALONE = {

@@ -87,7 +87,7 @@ def fetch(progress: bool = True) -> Path:
 def load():
     """Model and tokenizer of the demo model, as `mlx_lm.load` returns them.
 
-    Without a GPU the weights are unpacked to bfloat16: MLX multiplies 4-bit ones so slowly there that a token takes
+    Without a GPU the weights are unpacked to float16: MLX multiplies 4-bit ones so slowly there that a token takes
     seconds. Raises FetchError.
     """
     from mlx_lm import load as load_model
@@ -96,7 +96,6 @@ def load():
     model, tokenizer = load_model(str(fetch()))
     if mx.default_device() == mx.Device(mx.cpu):
         model = dequantize_model(model)
-        model.set_dtype(mx.bfloat16)
         mx.eval(model.parameters())
     return model, tokenizer
 

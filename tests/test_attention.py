@@ -4,7 +4,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import PATHS
+from conftest import ops
 from oracle import (
     attention64,
     bits_of,
@@ -18,7 +18,7 @@ from oracle import (
     to64,
 )
 
-from mlx_tq import TQFormat, attention, encode_keys, encode_values
+from mlx_tq import TQFormat, attention, decode_keys, decode_values, encode_keys, encode_values
 from mlx_tq.codec import Layout, PackedRows
 from mlx_tq.packing import Regions, region_shapes
 
@@ -176,6 +176,30 @@ def test_one_of_everything(path):
     q, k, v = inputs(1, 1, 1, 1, 1, 64)
     for options in ({}, {"mask": mx.ones((1, 1), mx.bool_)}, {"mask": mx.zeros((1,))}, {"sinks": mx.zeros((1,))}):
         check(path, q, *encode(k, v), **options)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """MLX ops in blocks of one page, so that short rows take many of them."""
+    monkeypatch.setattr(sys.modules["mlx_tq.attention"], "_BLOCK_TOKENS", 32)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("total", (31, 32, 33, 64, 255, 257, 600))
+def test_many_blocks(format, total):
+    q, k, v = inputs(2, 4, 2, 5, total)
+    keys, values = encode(k, v, replace(FORMATS[format], page=32))
+    ordered = mx.sort(normal(7, total))  # the largest score comes last, or first
+    for options in (
+        {},
+        {"mask": "causal"},
+        {"mask": ordered},
+        {"mask": -ordered},
+        {"softcap": 2.0},
+        {"sinks": mx.ones(4)},
+    ):
+        check(ops, q, keys, values, **options)
 
 
 # ------------------------------------------------------------------ masks
@@ -441,6 +465,16 @@ def test_layouts(path, name, format):
 
 @pytest.mark.parametrize("format", RAGGED)
 @pytest.mark.parametrize("name", LAYOUTS)
+def test_decoding_of_a_layout(name, format):
+    _, _, keys, values = ragged(name, format)
+    for rows, decode in ((keys, decode_keys), (values, decode_values)):
+        got = decode(poison_rows(rows, 1))
+        assert max_error(got, decode64(rows)) < 3e-6
+        assert all((to64(got)[b, :, :pad] == 0).all() for b, pad in enumerate(rows.layout.pad))
+
+
+@pytest.mark.parametrize("format", RAGGED)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_of_a_layout_equal_solo_rows(path, name, format):
     k, v, keys, values = ragged(name, format)
     layout = keys.layout
@@ -534,7 +568,7 @@ def peak_of(path, n_heads, n_kv, length, total, dim, format="k4v4"):
 
 
 # Lengths that only MLX ops, or a real GPU, get through in time.
-long_only = pytest.mark.parametrize("path", [PATHS["ops"]], ids=["ops"])
+long_only = pytest.mark.parametrize("path", [ops], ids=["ops"])
 
 
 @long_only

@@ -109,7 +109,7 @@ def test_vectors_and_integer_functions():
 def test_scalar_functions():
     src = """out[0] = precise::exp2(a[0]); out[1] = fast::exp2(a[0]); out[2] = metal::select(1.0f, 2.0f, a[0] > 0.0f);
     out[3] = clamp(a[0], 0.0f, 1.0f); out[4] = float(clz(1u)); out[5] = float(ctz(8u));
-    out[6] = float(mulhi(1u << 31, 4u)); out[7] = float(insert_bits(0u, 5u, 4u, 4u)); 
+    out[6] = float(mulhi(1u << 31, 4u)); out[7] = float(insert_bits(0u, 5u, 4u, 4u));
     out[8] = float(reverse_bits(1u) >> 31); out[9] = rsqrt(4.0f); out[10] = float(half4(half2(1.0h), half2(2.0h)).z);
     out[11] = float(any(uint2(0u, 1u) != uint2(0u)));
     out[12] = isnan(NAN) ? 1.0f : 0.0f; out[13] = max(NAN, 3.0f);

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Run:
     """Statistics of a run. Accesses are those to device and threadgroup memory."""
 
     name: str
-    text: str
+    text: str = field(repr=False)
     grid: tuple[int, ...]
     threadgroup: tuple[int, ...]
     accesses: int

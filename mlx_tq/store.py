@@ -1,0 +1,543 @@
+"""What the single and the batched cache share: where rows are kept, and how tokens enter, leave and are saved.
+
+Every batch row holds its tokens in order: the first ones exact, then packed ones, then recent ones exact again. Rows
+are left-aligned in their arrays: slot j of the packed regions is the row's j-th packed token, and the exact buffer has
+the first tokens and then the recent ones. A number of tokens is given per batch row, or once where all rows are alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from . import kernels
+from .codec import FLOAT_DTYPES, Layout, PackedRows, check_rows, dequantise, live_regions, page_means, quantise
+from .format import TQFormat
+from .packing import Regions, region_shapes
+from .rotation import layer_signs, rotate, to_dtype
+from .view import TQView, install_hook, views
+
+STATE_VERSION = 1
+FUSED = ("auto", "require", "never")
+_MIN_CAPACITY = 256
+
+
+def _room(tokens: int) -> int:
+    """Capacity for so many packed tokens."""
+    return -(-tokens // _MIN_CAPACITY) * _MIN_CAPACITY
+
+
+def write_rows(array: mx.array, starts: Sequence[int], new: mx.array, rows: Sequence[int] | None = None) -> mx.array:
+    """`array` with new tokens at starts[i] of axis 2: a new array, in the same buffer unless others hold it.
+
+    Shapes: array `(B, H, capacity, ...)`, new `(R, H, n, ...)` for the R batch rows `rows`, or for all.
+    """
+    count = new.shape[2]
+    if rows is None and len(set(starts)) > 1:
+        index = mx.array(np.array(starts, np.int32)[:, None, None] + np.arange(count, dtype=np.int32))
+        return mx.put_along_axis(array, index.reshape(index.shape + (1,) * (array.ndim - 3)), new, axis=2)
+    out = mx.array(array)
+    if rows is None:
+        out[:, :, starts[0] : starts[0] + count] = new
+    else:
+        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            out[row : row + 1, :, start : start + count] = new[i : i + 1]
+    return out
+
+
+def take_tokens(array: mx.array, index: list[np.ndarray]) -> mx.array:
+    """Tokens index[i] of each batch row of `array` `(B, H, L, D)`, or index[0] of all; shorter rows end in any."""
+    if len(index) == 1:
+        (index,) = index
+        start, count = int(index[0]) if len(index) else 0, len(index)
+        if (index == np.arange(start, start + count)).all():
+            return array[:, :, start : start + count]
+        return mx.take(array, mx.array(index.astype(np.int32)), axis=2)
+    out = np.zeros((len(index), max(map(len, index))), np.int32)
+    for row, tokens in zip(out, index, strict=True):
+        row[: len(tokens)] = tokens
+    return mx.take_along_axis(array, mx.array(out)[:, None, :, None], axis=2)
+
+
+def _fit(array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """The array cut or grown along axis 2 to `shape`; nothing becomes zeros."""
+    if array is None:
+        return mx.zeros(shape, dtype)
+    array = array[:, :, : shape[2]]
+    if array.shape == shape:
+        return array
+    return mx.pad(array, [(0, 0), (0, 0), (0, shape[2] - array.shape[2])] + [(0, 0)] * (array.ndim - 3))
+
+
+def causal_mask(
+    n: int,
+    offset: int,
+    *,
+    window_size: int | None = None,
+    right_padding: mx.array | None = None,
+    left_padding: mx.array | None = None,
+) -> mx.array:
+    """Bool mask of n new tokens behind `offset` columns, `(n, columns)` or with padding `(B, 1, n, columns)`."""
+    column = mx.arange(offset + n)[None]
+    row = mx.arange(offset, offset + n)[:, None]
+    mask = row >= column
+    if window_size is not None:
+        mask = mask & (row < column + window_size)
+    if right_padding is not None:
+        mask = mask & (column < mx.expand_dims(offset + n - right_padding, (1, 2, 3)))
+    if left_padding is not None:
+        mask = mask & (mx.expand_dims(left_padding, (1, 2, 3)) <= column)
+    return mask
+
+
+class Store:
+    """Keys or values of one layer: growing packed regions and a buffer of exact rows."""
+
+    def __init__(self, kind: str, format: TQFormat, layer_index: int):
+        self.kind, self.format, self.layer_index = kind, format, layer_index
+        self.n_kv_heads = self.dim = self.dtype_name = None
+        self.regions: Regions | None = None
+        self.exact: mx.array | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return getattr(mx, self.dtype_name)  # a name, because mx.Dtype cannot be deep-copied
+
+    def describe(self, x: mx.array) -> None:
+        """Takes heads, width and dtype from the first rows `(B, n_kv_heads, L, D)`."""
+        self.n_kv_heads, self.dim = x.shape[1], x.shape[3]
+        self.dtype_name = str(x.dtype).rpartition(".")[2]
+
+    @property
+    def described(self) -> tuple[int | None, int | None, str | None]:
+        """Heads, width and dtype, as `state` has them."""
+        return self.n_kv_heads, self.dim, self.dtype_name
+
+    @property
+    def exact_capacity(self) -> int:
+        """Exact rows that a batch row without right padding has at most."""
+        format = self.format
+        return format.sinks + (format.window + format.page if format.paged else 0)
+
+    @property
+    def exact_room(self) -> int:
+        """Exact rows there is room for."""
+        return self.exact_capacity if self.exact is None else self.exact.shape[2]
+
+    @property
+    def signs(self) -> tuple[mx.array, mx.array]:
+        return layer_signs(self.format.seed, self.layer_index, self.dim)
+
+    def append(self, batch: int, new: Regions, starts: Sequence[int], rows: Sequence[int] | None) -> None:
+        """Puts packed rows at `starts` of the batch rows `rows`, or of all."""
+        self._reserve(batch, max(starts) + new.codes.shape[2])
+        written = {}
+        for name, (_, _, span) in self._shapes().items():
+            at = [start // span for start in starts]
+            written[name] = write_rows(getattr(self.regions, name), at, getattr(new, name), rows)
+        self.regions = Regions(**written)
+
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], mx.Dtype, int]]:
+        return region_shapes(self.format, self.kind, self.dim, self.dtype)
+
+    def _reserve(self, batch: int, needed: int) -> None:
+        """Grows the regions by a quarter or more, so that copies stay a constant share of all work."""
+        capacity = 0 if self.regions is None else self.regions.codes.shape[2]
+        if needed > capacity:
+            capacity = _room(max(needed, capacity + capacity // 4))
+            self.regions = self._fitted(batch, capacity)
+
+    def _fitted(self, batch: int, capacity: int) -> Regions | None:
+        """The regions with another capacity."""
+        if not capacity:
+            return None
+        out = {}
+        for name, (row, dtype, span) in self._shapes().items():
+            held = None if self.regions is None else getattr(self.regions, name)
+            out[name] = _fit(held, (batch, self.n_kv_heads, capacity // span, *row), dtype)
+        return Regions(**out)
+
+    def put_exact(self, rows: mx.array, starts: Sequence[int]) -> None:
+        """Puts exact rows `(B, n_kv_heads, n, D)` at `starts` of the batch rows."""
+        if self.exact is None:
+            self.replace_exact(rows)
+        else:
+            self.exact = write_rows(self.exact, starts, rows)
+
+    def replace_exact(self, rows: mx.array) -> None:
+        """Makes these rows all exact ones there are."""
+        batch, _, count, _ = rows.shape
+        self.exact = None
+        self.reserve_exact(batch, count)
+        if self.exact is not None:
+            self.exact = write_rows(self.exact, [0], rows)
+
+    def reserve_exact(self, batch: int, held: int) -> None:
+        """Gives the exact buffer its capacity, or room for `held` rows where they are more."""
+        capacity = max(self.exact_capacity, held)
+        shape = (batch, self.n_kv_heads, capacity, self.dim)
+        if not capacity:
+            self.exact = None
+        elif self.exact is None or self.exact.shape != shape:
+            self.exact = mx.contiguous(_fit(self.exact, shape, self.dtype))
+
+    def decode(self, start: int, stop: int, row: int | None) -> mx.array:
+        """Rotated packed tokens [start, stop) of one batch row, or of all, in the rows' dtype."""
+        regions = live_regions(self.snapshot(None, None, "never"), start, stop)
+        if row is not None:
+            regions = Regions(*(a if a is None else a[row : row + 1] for a in regions))
+        return to_dtype(dequantise(regions, self.format, self.kind, self.dim, self.signs[1]), self.dtype)
+
+    def select(self, rows: list[int], packed: int, held: int) -> None:
+        """Keeps these batch rows, in this order, and capacity for what they hold."""
+        index = mx.array(np.array(rows, np.int32))
+        pick = lambda a: None if a is None else mx.take(a, index, axis=0)  # noqa: E731
+        if self.regions is not None:
+            capacity = min(_room(packed), self.regions.codes.shape[2])
+            fitted = self._fitted(self.regions.codes.shape[0], capacity)
+            self.regions = None if fitted is None else Regions(*map(pick, fitted))
+        if self.exact is not None:
+            self.exact = pick(self.exact)
+            self.reserve_exact(len(rows), held)
+
+    def stack(self, parts: list[tuple[Store, int]], packed: int, held: int) -> None:
+        """Takes the batch rows of several stores, given with their batch sizes; `packed` and `held` are the most."""
+        self.n_kv_heads, self.dim, self.dtype_name = next(s.described for s, _ in parts if s.dim is not None)
+        fitted, exacts = [], []
+        capacity, exact = _room(packed), max(self.exact_capacity, held)
+        for store, batch in parts:
+            part = Store(self.kind, self.format, self.layer_index)
+            part.n_kv_heads, part.dim, part.dtype_name = self.described
+            part.regions = store.regions
+            fitted.append(part._fitted(batch, capacity))
+            exacts.append(_fit(store.exact, (batch, self.n_kv_heads, exact, self.dim), self.dtype))
+        self.regions = None
+        if capacity:
+            fields = zip(*fitted, strict=True)
+            self.regions = Regions(*(None if f[0] is None else mx.concatenate(f, axis=0) for f in fields))
+        self.exact = mx.concatenate(exacts, axis=0) if exact else None
+
+    def extract(self, row: int, packed: int, held: int) -> Store:
+        """A store of one batch row alone, in arrays of its own."""
+        out = Store(self.kind, self.format, self.layer_index)
+        out.n_kv_heads, out.dim, out.dtype_name = self.described
+        if packed:
+            regions = self._fitted(self.regions.codes.shape[0], min(_room(packed), self.regions.codes.shape[2]))
+            out.regions = Regions(*(a if a is None else mx.contiguous(a[row : row + 1]) for a in regions))
+        if self.exact is not None:
+            out.replace_exact(self.exact[row : row + 1, :, :held])
+        return out
+
+    def snapshot(self, exact: mx.array | None, layout: Layout, fused: str) -> PackedRows:
+        common = (self.format, self.dim, self.layer_index, self.dtype)
+        return PackedRows(self.kind, *common, self.regions, exact, layout, self.n_kv_heads, fused)
+
+    def arrays(self) -> list[mx.array]:
+        held = [a for a in (self.regions or ()) if a is not None]
+        return held if self.exact is None else [*held, self.exact]
+
+    def replace_arrays(self, arrays: list[mx.array]) -> None:
+        """Takes back what `arrays` gave, in the same order and shapes."""
+        got, want = [a.shape for a in arrays], [a.shape for a in self.arrays()]
+        if got != want:
+            raise ValueError(f"{self.kind} must be arrays of shapes {want}, got {got}")
+        arrays = list(arrays)
+        if self.exact is not None:
+            self.exact = arrays.pop()
+        if self.regions is not None:
+            self.regions = Regions(*(None if a is None else arrays.pop(0) for a in self.regions))
+
+
+class StoredCache:
+    """Base of the caches: the part of mlx-lm's protocol that does not depend on how tokens are counted.
+
+    A subclass has `_batch` (batch rows, or 0 where the first update decides), `_layout()` and, for `state`,
+    `_counts()` and `_set_counts(header)`.
+    """
+
+    def __init__(self, format: TQFormat | str | None, layer_index: int, fused: str):
+        if fused not in FUSED:
+            raise ValueError(f"fused must be one of {FUSED}, got {fused!r}")
+        self.format = TQFormat.resolve(format)
+        self.layer_index = layer_index
+        self.fused = fused
+        self._reset()
+
+    def _reset(self) -> None:
+        self._keys = Store("keys", self.format, self.layer_index)
+        self._values = Store("values", self.format, self.layer_index)
+
+    @property
+    def _stores(self) -> tuple[Store, Store]:
+        return self._keys, self._values
+
+    # -------------------------------------------------------------- tokens in
+
+    def _accept(self, keys: mx.array, values: mx.array) -> None:
+        """Checks new rows; the first ones say what the cache holds."""
+        self._check(keys, values)
+        install_hook()
+        if self.empty():
+            for store, x in zip(self._stores, (keys, values), strict=True):
+                store.describe(x)
+
+    def _append(
+        self, keys: mx.array, values: mx.array, tokens: list[int], packed: list[int], new: list[int], dropped: list[int]
+    ) -> tuple[list[mx.array | None], list[int]]:
+        """Stores the last new[i] of L rows `(B, H, L, D)` behind tokens[i] held ones, packed[i] of them packed.
+
+        The last dropped[i] of all these are right padding and never leave the exact rows. Returns the exact rows that
+        this call's attention sees, and how many tokens of each row were packed.
+        """
+        length, stores, paged = keys.shape[2], self._stores, self.format.paged
+        held = [t - p for t, p in zip(tokens, packed, strict=True)]
+        total = [h + n for h, n in zip(held, new, strict=True)]
+        first = [min(self.format.sinks, p + t) for p, t in zip(packed, total, strict=True)]
+        recent = [t - f for t, f in zip(total, first, strict=True)]
+        leaving = [self._leaving(r - d) for r, d in zip(recent, dropped, strict=True)]
+        if not paged and length and {*new, *recent, *leaving} == {length}:
+            self._pack(keys, values, packed, None, rotated=False)  # the exact rows stay as they are
+        elif not any(leaving) and min(new) == length and max(total) <= self._keys.exact_room:
+            for store, rows in zip(stores, self._rotate(keys, values), strict=True):
+                store.put_exact(rows, held)
+        else:
+            exacts = self._rotate(keys, values)
+            most = max(held)
+            if most:
+                pairs = zip(stores, exacts, strict=True)
+                exacts = [mx.concatenate([store.exact[:, :, :most], rows], axis=2) for store, rows in pairs]
+            end = most + length
+            index = [np.r_[:h, end - n : end] for h, n in zip(held, new, strict=True)]
+            exacts = [take_tokens(rows, index) for rows in exacts]
+            for count in sorted(set(leaving) - {0}):
+                rows = [i for i, gone in enumerate(leaving) if gone == count]
+                self._pack_rows(exacts, first, packed, rows, count)
+            index = [np.r_[:f, f + gone : t] for f, gone, t in zip(first, leaving, total, strict=True)]
+            for store, rows in zip(stores, exacts, strict=True):
+                store.replace_exact(take_tokens(rows, index))
+            if paged:
+                return exacts, leaving
+        return [store.exact for store in stores], leaving
+
+    def _pack_rows(self, exacts: list[mx.array], first: list[int], packed: list[int], rows: list[int], count: int):
+        """Packs `count` exact tokens, behind the first ones, of the batch rows `rows`."""
+        if len(rows) == len(first):
+            rows = None
+        else:
+            first, packed = ([counts[i] for i in rows] for counts in (first, packed))
+            index = mx.array(np.array(rows, np.int32))
+            exacts = [mx.take(x, index, axis=0) for x in exacts]
+        (start,) = set(first)  # a row packs once it has all its first tokens
+        self._pack(*(x[:, :, start : start + count] for x in exacts), packed, rows, rotated=True)
+
+    def _kernels_run(self) -> bool:
+        dtypes = self._keys.dtype_name == self._values.dtype_name
+        return self.fused != "never" and dtypes and kernels.reason(self._keys.dim, self._values.dim) is None
+
+    def _rotate(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        if self._kernels_run():
+            return list(kernels.rotate_pair(keys, values, self.format, self.layer_index))
+        return [rotate(x, store.signs[0]) for store, x in ((self._keys, keys), (self._values, values))]
+
+    def _pack(self, keys: mx.array, values: mx.array, starts: list[int], rows: list[int] | None, *, rotated: bool):
+        """Packs `(R, H, n, D)` rows at `starts` of batch rows `rows`, or all; whole pages where rows are paged."""
+        mean = page_means(keys, self.format.page) if self.format.centered_keys else None
+        if self._kernels_run():
+            regions = kernels.encode(keys, values, mean, self.format, self.layer_index, rotated=rotated)
+        else:
+            turned = (keys, values) if rotated else self._rotate(keys, values)
+            pairs = ((self._keys, turned[0], mean), (self._values, turned[1], None))
+            regions = [quantise(x, self.format, store.kind, store.signs[1], m) for store, x, m in pairs]
+        for store, new in zip(self._stores, regions, strict=True):
+            store.append(self._batch, new, starts, rows)
+
+    def _leaving(self, recent: int) -> int:
+        """How many of `recent` exact tokens are to be packed now."""
+        if not self.format.paged:
+            return max(0, recent)
+        return max(0, recent - self.format.window) // self.format.page * self.format.page
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        check_rows("keys", keys)
+        check_rows("values", values)
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(f"keys and values must agree in (B, n_kv_heads, L), got {keys.shape} and {values.shape}")
+        why = kernels.reason(keys.shape[3], values.shape[3]) if self.fused == "require" else None
+        if why is not None:
+            raise ValueError(f'fused="require", but {why}')
+        if self.empty():
+            if self._batch not in (0, keys.shape[0]):
+                raise ValueError(f"keys must have {self._batch} batch rows like the cache, got {keys.shape}")
+            return
+        for name, x, store in (("keys", keys, self._keys), ("values", values, self._values)):
+            want = (self._batch, store.n_kv_heads, x.shape[2], store.dim)
+            if x.shape != want or x.dtype != store.dtype:
+                raise ValueError(f"{name} must be {store.dtype} {want} like the rows held, got {x.dtype} {x.shape}")
+
+    # -------------------------------------------------------------- tokens held
+
+    def _views(self, exacts: Sequence[mx.array | None], layout: Layout) -> tuple[TQView, TQView]:
+        pairs = zip(self._stores, exacts, strict=True)
+        return views(*(store.snapshot(exact, layout, self.fused) for store, exact in pairs))
+
+    @property
+    def rows(self) -> tuple[PackedRows, PackedRows]:
+        """The packed keys and values, as `mlx_tq.attention` takes them. Raises ValueError when the cache is empty."""
+        if self.empty():
+            raise ValueError("the cache must hold tokens, got an empty one")
+        layout = self._layout()
+        return tuple(store.snapshot(store.exact, layout, self.fused) for store in self._stores)
+
+    def keys_and_values(self) -> tuple[TQView, TQView]:
+        """Views of all rows held."""
+        return views(*self.rows)
+
+    def empty(self) -> bool:
+        """Whether no token was ever stored."""
+        return self._keys.dim is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return sum(a.nbytes for store in self._stores for a in store.arrays())
+
+    # -------------------------------------------------------------- tokens out
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def _cut(self, packed: list[int], keep: list[int]) -> list[int]:
+        """Drops all but the first keep[i] tokens of each batch row; returns how many of them are still packed.
+
+        A page cut in two goes back among the exact rows, as it decodes.
+        """
+        out = []
+        for i, (count, kept) in enumerate(zip(packed, keep, strict=True)):
+            most = max(0, kept - self.format.sinks)
+            whole = most // self.format.page * self.format.page if self.format.paged else most
+            if count > most > whole:
+                rows = None if len(packed) == 1 else [i]
+                for store in self._stores:
+                    cut = store.decode(whole, most, None if rows is None else i)
+                    store.exact = write_rows(store.exact, [self.format.sinks], cut, rows)
+            out.append(whole if count > most else count)
+        return out
+
+    # -------------------------------------------------------------- saving
+
+    @property
+    def keys(self) -> list[mx.array]:
+        """The arrays that hold the keys, for code that ties them into a graph; assignable."""
+        return self._keys.arrays()
+
+    @keys.setter
+    def keys(self, arrays: list[mx.array]) -> None:
+        self._keys.replace_arrays(arrays)
+
+    @property
+    def values(self) -> list[mx.array]:
+        """The arrays that hold the values; assignable."""
+        return self._values.arrays()
+
+    @values.setter
+    def values(self, arrays: list[mx.array]) -> None:
+        self._values.replace_arrays(arrays)
+
+    @property
+    def state(self) -> list:
+        """Everything needed to restore the cache: a JSON header, then the live part of every array."""
+        empty = self.empty()
+        header = {
+            "version": STATE_VERSION,
+            "format": self.format.as_dict(),
+            "layer_index": self.layer_index,
+            **self._counts(),
+            "rows": None if empty else [[self._batch, *store.described] for store in self._stores],
+        }
+        arrays = []
+        for store in () if empty else self._stores:
+            for name, shape, _ in self._saved(store):
+                array = store.exact if name == "exact" else getattr(store.regions, name)
+                arrays.append(array[:, :, : shape[2]])
+        return [json.dumps(header), *arrays]
+
+    @state.setter
+    def state(self, state: list) -> None:
+        fresh = type(self).__new__(type(self))
+        fresh.fused = getattr(self, "fused", "auto")
+        fresh._load(*_read_header(type(self).__name__, state))
+        self.__dict__.update(fresh.__dict__)  # all or, where the state is refused, nothing
+
+    @classmethod
+    def from_state(cls, state: list):
+        """A cache from `state`. Raises ValueError where the state is not one of ours, or is damaged."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    def _load(self, header: dict, arrays: list) -> None:
+        try:
+            self.format = TQFormat(**header["format"])
+            self.layer_index = header["layer_index"]
+            self._reset()
+            rows = header["rows"]
+            if rows is not None:
+                for store, row in zip(self._stores, rows, strict=True):
+                    _, store.n_kv_heads, store.dim, store.dtype_name = row
+                self._check_rows(rows)
+            self._set_counts(header)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"state has a damaged header: {error}") from None
+        for store in () if self.empty() else self._stores:
+            loaded = {}
+            for name, shape, dtype in self._saved(store):
+                array = arrays.pop(0) if arrays else None
+                got = (array.shape, array.dtype) if isinstance(array, mx.array) else type(array).__name__
+                if got != (shape, dtype):
+                    raise ValueError(f"state's {store.kind}.{name} must be {dtype} {shape}, got {got}")
+                loaded[name] = mx.contiguous(array)  # kernels take whole buffers
+            exact = loaded.pop("exact", None)
+            if exact is not None:
+                store.replace_exact(exact)
+            store.regions = Regions(**loaded) if loaded else None
+        if arrays:
+            raise ValueError(f"state must hold the arrays of its header and no more, got {len(arrays)} more")
+
+    def _saved(self, store: Store) -> list[tuple[str, tuple[int, ...], mx.Dtype]]:
+        """Name, shape and dtype of each array of a store that `state` holds."""
+        layout, out, head = self._layout(), [], (self._batch, store.n_kv_heads)
+        packed, held = max(layout.packed), most_exact(layout)
+        if packed:
+            for name, (row, dtype, span) in region_shapes(self.format, store.kind, store.dim, store.dtype).items():
+                out.append((name, (*head, -(-packed // span), *row), dtype))
+        if max(held, store.exact_capacity):
+            out.append(("exact", (*head, held, store.dim), store.dtype))
+        return out
+
+    def _check_rows(self, rows: list) -> None:
+        for store in self._stores:
+            layer_signs(self.format.seed, self.layer_index, store.dim)
+        counts = [n for row in rows for n in row[:2]]
+        same = rows[0][:2] == rows[1][:2] and all(isinstance(n, int) and n > 0 for n in counts)
+        if not same or any(store.dtype not in FLOAT_DTYPES for store in self._stores):
+            raise ValueError(f"rows must be alike in batch and heads and of a float dtype, got {rows}")
+
+
+def most_exact(layout: Layout) -> int:
+    """Exact tokens of the batch row that has the most."""
+    return max(f + r for f, r in zip(layout.first, layout.recent, strict=True))
+
+
+def _read_header(name: str, state: list) -> tuple[dict, list]:
+    try:
+        header, *arrays = state
+        header = json.loads(header)
+        version = header["version"]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"state must come from a {name}, got something else ({error!r})") from None
+    if version != STATE_VERSION:
+        raise ValueError(f"state must have version {STATE_VERSION}, got {version!r}")
+    return header, arrays
