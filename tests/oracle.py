@@ -95,7 +95,8 @@ def decode64(rows):
                 out[b, :, column : column + n] = source[b, :, start : start + n]
                 column += n
         assert column == rows.shape[2]
-    out = out @ hadamard_matrix(rows.dim).T / np.sqrt(rows.dim) * to64(rows.signs[0])
+    with np.errstate(invalid="ignore"):  # rows may hold inf
+        out = out @ hadamard_matrix(rows.dim).T / np.sqrt(rows.dim) * to64(rows.signs[0])
     for b, pad in enumerate(layout.pad):
         out[b, :, :pad] = 0
     return out

@@ -161,7 +161,10 @@ def encode(format, dim, value_dim, dtype, rotated):
     signs = [layer_signs(format.seed, 3, d) for d in (dim, value_dim)]
     y = [codec.rotate(a, b[0]) for a, b in zip((k, v), signs, strict=True)]
     mean = codec.page_means(y[0], format.page) if format.centered_keys else None
-    want = (*codec.quantise(y[0], format, "keys", signs[0][1], mean), *codec.quantise(y[1], format, "values", signs[1][1]))
+    want = (
+        *codec.quantise(y[0], format, "keys", signs[0][1], mean),
+        *codec.quantise(y[1], format, "values", signs[1][1]),
+    )
     got = kernels.encode(*(y if rotated else (k, v)), mean, format, 3, rotated=rotated)
     zero = lambda a: a if a.dtype == mx.uint32 else mx.where(mx.isnan(a), -1, a)  # noqa: E731
     pairs = zip((*got[0], *got[1]), want, strict=True)

@@ -310,3 +310,42 @@ def test_the_kernels_are_skipped_only_for_a_reason():
     if kernels_missing() is None:
         with running_kernels():
             assert kernels.reason(64, 64) is None
+
+
+# ------------------------------------------------------------------ every instance
+
+
+def instances():
+    """Formats and widths that between them compile every branch of the templates for every supported width."""
+    kinds = (
+        TQFormat(),
+        TQFormat(3, 2, centered_keys=True),
+        TQFormat(2, 3, codebook="lloyd", qjl=True, scale_dtype="float16"),
+        TQFormat(16, 4, codebook="lloyd"),
+        TQFormat(4, 16),
+    )
+    widths = [d for d in range(16, 513) if supported_dim(d) and kernels.dim_reason(d) is None]
+    return [(f, d, v) for f in kinds for d in widths for v in sorted({d, 64})]
+
+
+@runner_only
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "dim", "value_dim"), instances())
+def test_every_instance_is_well_formed(fused_kernels, monkeypatch, format, dim, value_dim):
+    """Types and address spaces of the text that MLX would compile, for all masks, dtypes and options; nothing runs."""
+    layout = Layout.uniform(1, 2, 64, 7)
+    with msl.options(execute=False):
+        for dtype in codec.FLOAT_DTYPES:
+            keys, values = (
+                build_rows(kind, [normal(1, 1, 1, 73, d, dtype=dtype)], format, layout)
+                for kind, d in (("keys", dim), ("values", value_dim))
+            )
+            q, k, v = (normal(1, 1, h, 8, d, dtype=dtype) for h, d in ((2, dim), (1, dim), (1, value_dim)))
+            for i, mask in enumerate((None, "causal", mx.ones((8, 73), mx.bool_), mx.ones((8, 73), dtype))):
+                monkeypatch.setitem(kernels._tests, "metal", kernels.SelfTest(None, i % 2 == 0, None))
+                kernels.attend(q, keys, values, 1.0, mask, mx.zeros((2,)) if i else None, 20.0 if i == 3 else None)
+            kernels.decode(keys, values)
+            kernels.rotate_pair(k, v, format, 0)
+            mean = codec.page_means(k, format.page) if format.centered_keys else None
+            for rotated in (False, True):
+                kernels.encode(k, v, mean, format, 0, rotated=rotated)

@@ -31,6 +31,7 @@ class Options:
     partial_simd: bool = False  # lanes that have returned may be missing from simd functions
     threadgroup_limit: int = 32768  # bytes
     allow_unwritten: bool = False
+    execute: bool = True  # without: metal_kernel only checks types, and returns zeros
 
 
 @dataclass(frozen=True)
