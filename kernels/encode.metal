@@ -10,10 +10,7 @@ if (row >= n_rows) return;
 threadgroup float* y = scratch + sg * MAX_D;
 if (threadgroup_position_in_grid.y == 0) {
   if (KB == RAW) {  // keys stay as they are: there is nothing to write but the place-holders
-    if (row == 0 && lane < 8) {
-      k_words[lane] = 0u;
-      k_scales[lane] = 0.0f;
-    }
+    if (row == 0) write_nothing(k_words, k_scales, lane);
     return;
   }
   device const T* from = keys + size_t(row) * D;
@@ -32,10 +29,7 @@ if (threadgroup_position_in_grid.y == 0) {
       k_scales + size_t(row) * (QJL ? 2 : 1), consts[6], lane);
 } else {
   if (VB == RAW) {
-    if (row == 0 && lane < 8) {
-      v_words[lane] = 0u;
-      v_scales[lane] = 0.0f;
-    }
+    if (row == 0) write_nothing(v_words, v_scales, lane);
     return;
   }
   device const T* from = values + size_t(row) * DV;

@@ -307,6 +307,15 @@ TQ_FUNC void add_values(
 
 // ---------------------------------------------------------------- encoding, by one simdgroup
 
+// The place-holders that stand for words and scales of rows that are not coded, 8 elements each. Metal converts nothing
+// to bfloat unless told to, not even 0.
+template <typename S>
+TQ_FUNC void write_nothing(device uint* words, device S* scales, uint lane) {
+  if (lane >= 8) return;
+  words[lane] = 0u;
+  scales[lane] = S(0.0f);
+}
+
 // Rotates a row into y, rounded to T as codec.rotate does.
 template <int D, typename T>
 TQ_FUNC void rotate_row(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import mlx.core as mx
 import numpy as np
 
@@ -41,7 +43,7 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or options that do not go together.
     """
-    _check(q, keys, values, mask, sinks, softcap)
+    _check(q, keys, values, scale, mask, sinks, softcap)
     why = _ops_reason(keys, values)
     if why is None and q.size:
         return kernels.attend(q, keys, values, scale, mask, sinks, softcap)
@@ -51,26 +53,44 @@ def attention(
 
 
 def _ops_reason(keys: PackedRows, values: PackedRows) -> str | None:
-    return 'fused="never"' if keys.fused == "never" else kernels.reason(keys.dim, values.dim)
+    if keys.fused == "never":
+        return 'fused="never"'
+    if keys.format != values.format:
+        return "keys and values are in different formats"
+    return kernels.reason(keys.dim, values.dim)
+
+
+def _holds_rows(cache) -> bool:
+    return hasattr(type(cache), "rows")
+
+
+def _not_ours(cache) -> str:
+    return f"{type(cache).__name__}, not compressed"
 
 
 def explain(keys, values: PackedRows | None = None) -> str:
     """Which path attention takes here: "kernels (metal)", "kernels (cuda)" or "MLX ops: " and the reason.
 
-    Takes packed keys and values, a TQKVCache that holds tokens, or a list of caches (then one line for each).
+    Takes packed keys and values, a TQKVCache or TQBatchKVCache, or a list of caches (then one line for each). A cache
+    without tokens has no head_dim yet, so its answer is "no tokens yet".
+
+    Raises:
+        ValueError: something else.
     """
-    if isinstance(keys, list | tuple):
-        return "\n".join(
-            f"{i}: {explain(c) if hasattr(c, 'rows') else type(c).__name__ + ', not compressed'}"
-            for i, c in enumerate(keys)
-        )
-    if values is None:
+    if isinstance(keys, list | tuple) and not any(isinstance(entry, PackedRows) for entry in keys):
+        return "\n".join(f"{i}: {explain(c) if _holds_rows(c) else _not_ours(c)}" for i, c in enumerate(keys))
+    if values is None and _holds_rows(keys):
+        if keys.empty():
+            return "no tokens yet"
         keys, values = keys.rows
+    if not isinstance(keys, PackedRows) or not isinstance(values, PackedRows):
+        got = f"{type(keys).__name__} and {type(values).__name__}"
+        raise ValueError(f"keys and values must be PackedRows, or keys a cache or a list of caches, got {got}")
     why = _ops_reason(keys, values)
     return f"kernels ({kernels.backend()})" if why is None else f"MLX ops: {why}"
 
 
-def _check(q, keys, values, mask, sinks, softcap) -> None:
+def _check(q, keys, values, scale, mask, sinks, softcap) -> None:
     if not isinstance(q, mx.array) or q.ndim != 4 or q.dtype not in FLOAT_DTYPES:
         got = f"{q.dtype} {q.shape}" if isinstance(q, mx.array) else type(q).__name__
         raise ValueError(f"q must be a float array (B, n_heads, L, head_dim), got {got}")
@@ -95,8 +115,17 @@ def _check(q, keys, values, mask, sinks, softcap) -> None:
             raise ValueError(f"mask must broadcast to {full}, got {mask.shape}")
     if sinks is not None and (not isinstance(sinks, mx.array) or sinks.shape != (n_heads,)):
         raise ValueError(f"sinks must be an array ({n_heads},), got {getattr(sinks, 'shape', sinks)}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    if not _is_finite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a positive, finite number or None, got {softcap!r}")
+
+
+def _is_finite(x) -> bool:
+    try:
+        return isfinite(x)
+    except (TypeError, ValueError):
+        return False
 
 
 # ------------------------------------------------------------------ the ops path

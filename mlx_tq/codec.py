@@ -106,6 +106,8 @@ def check_rows(name: str, x: mx.array) -> None:
         raise ValueError(f"{name} must be an mlx array, got {type(x).__name__}")
     if x.ndim != 4:
         raise ValueError(f"{name} must have shape (B, n_kv_heads, L, head_dim), got {x.shape}")
+    if not x.shape[0] or not x.shape[1]:
+        raise ValueError(f"{name} must have at least one batch row and one head, got {x.shape}")
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
     try:

@@ -144,7 +144,9 @@ class TQFormat:
 
 
 _PRESETS = {
-    "default": TQFormat(),
+    "default": TQFormat(centered_keys=True),
+    "balanced": TQFormat(4, 2, centered_keys=True),
+    "compact": TQFormat(3, 2, centered_keys=True),
     "k4v4": TQFormat(window=0, sinks=0),
     "tq3": TQFormat(
         key_bits=2,

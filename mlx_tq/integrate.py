@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from .batch import TQBatchKVCache
 from .cache import TQKVCache
@@ -81,12 +82,14 @@ def _need_mlx_lm() -> None:
 
 def _stock_caches(model) -> list:
     """The caches mlx-lm makes for a model that is not enabled."""
-    override = _take_override(model)
-    try:
+    override = model.__dict__.get("make_cache")
+    if not isinstance(override, _MakeCache):
         return _mlx_lm_cache.make_prompt_cache(model)
-    finally:
-        if override is not None:
-            model.make_cache = override
+    if override.previous is not None:
+        return override.previous()
+    if hasattr(type(model), "make_cache"):
+        return type(model).make_cache(model)
+    return _mlx_lm_cache.make_prompt_cache(SimpleNamespace(layers=model.layers))
 
 
 def _take_override(model) -> _MakeCache | None:

@@ -23,7 +23,7 @@ from . import codec
 from .codebook import STEP_CHOICES, uniform_steps
 from .codec import ROW_BLOCK, Layout, PackedRows
 from .format import RAW_BITS, TQFormat
-from .packing import Regions, field_width, words
+from .packing import Regions, field_width, region_shapes, words
 from .rotation import layer_signs, paley, split_dim
 
 NSG = 4  # simdgroups of a threadgroup
@@ -65,7 +65,7 @@ def text(name: str) -> str:
 
 def backend() -> str | None:
     """ "metal" or "cuda" where MLX would run on such a device now, else None."""
-    if mx.default_device() == mx.Device(mx.gpu):
+    if mx.default_device().type == mx.gpu:
         if mx.metal.is_available():
             return "metal"
         if mx.cuda.is_available():
@@ -314,16 +314,18 @@ def _capacities(rows: PackedRows) -> tuple[int, int, int]:
     return packed, rows.exact.shape[2] if rows.exact is not None else 0, pages
 
 
+@lru_cache(maxsize=256)
+def _place_holders(format: TQFormat, kind: str, dim: int, dtype: mx.Dtype) -> list[mx.array]:
+    """One of each dtype that `_row_inputs` may give: a kernel is compiled again where the dtype of an input changes."""
+    shapes = region_shapes(format, kind, dim, dtype)
+    return [*(_nothing(shapes[n][1] if n in shapes else mx.uint32) for n in Regions._fields), _nothing(dtype)]
+
+
 def _row_inputs(rows: PackedRows) -> list[mx.array]:
     """codes, plane, jl, scale, residual, mean, exact; place-holders for what the format or the moment does not have."""
-    raw = rows.format.bits(rows.kind) == RAW_BITS
-    regions = rows.regions
-    if not regions or not regions.codes.size:
-        regions = (_nothing(rows.dtype if raw else mx.uint32), None, None, None, None, None)
-    nothing = _nothing()
-    out = [nothing if array is None else array for array in regions]
-    out.append(_nothing(rows.dtype) if rows.exact is None or not rows.exact.size else rows.exact)
-    return out
+    arrays = [*(rows.regions or (None,) * len(Regions._fields)), rows.exact]
+    places = _place_holders(rows.format, rows.kind, rows.dim, rows.dtype)
+    return [place if array is None or not array.size else array for array, place in zip(arrays, places, strict=True)]
 
 
 def _check_launch(keys: PackedRows, values: PackedRows) -> None:
@@ -387,6 +389,8 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
         kind = 2 if mask.dtype == mx.bool_ else 3
         shape = (1,) * (4 - mask.ndim) + mask.shape
         strides = tuple(prod(shape[i + 1 :]) if shape[i] > 1 else 0 for i in range(4))
+        if max(strides) >= 1 << 31:
+            raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
         mask_array = _padded(mask)
     capacities = _capacities(keys)
     params = _params(
@@ -434,6 +438,8 @@ def _pair_params(keys: mx.array, pages: int) -> mx.array:
 
 def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> tuple[mx.array, mx.array]:
     """`rotation.rotate` of new keys and values `(B, n_kv_heads, L, D)`, in one launch."""
+    if not keys.size:
+        return keys, values
     dim, value_dim = keys.shape[3], values.shape[3]
     k_signs, v_signs = (layer_signs(format.seed, layer_index, d)[0] for d in (dim, value_dim))
     out = _launch(
@@ -509,6 +515,11 @@ def _split_words(parts: dict[str, int], packed: mx.array, scales: mx.array, mean
     if "jl" in parts:
         out["residual"] = scales[..., 1]
     return Regions(**out)
+
+
+def decode_fits(keys: PackedRows) -> bool:
+    """Whether `decode` can decode so many rows in one launch."""
+    return (prod(keys.shape[:3]) + NSG) * 32 < 1 << 31
 
 
 def decode(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:

@@ -21,15 +21,31 @@ _original = None
 class TQView(mx.array):
     """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
 
-    Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows.
+    Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows. A
+    view that was changed in place has no `rows` any more.
     """
 
-    rows: PackedRows
+    rows: PackedRows | None = None
+
+
+def _forget_rows(change):
+    @functools.wraps(change)
+    def changed(self, *args):
+        self.rows = None
+        return change(self, *args)
+
+    return changed
+
+
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "imatmul"):
+    if hasattr(mx.array, f"__{_name}__"):
+        setattr(TQView, f"__{_name}__", _forget_rows(getattr(mx.array, f"__{_name}__")))
 
 
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
     fused = keys.fused != "never" and keys.layout.length and kernels.reason(keys.dim, values.dim) is None
+    fused = fused and kernels.decode_fits(keys)
     dense = kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
     out = tuple(TQView(array) for array in dense)
     out[0].rows, out[1].rows = keys, values
@@ -45,7 +61,7 @@ def install_hook() -> None:
 
     @functools.wraps(original)
     def scaled_dot_product_attention(q, k, v, *args, **kwargs):
-        if type(k) is TQView and type(v) is TQView and not args:
+        if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not args:
             return _attend(original, q, k, v, **kwargs)
         return original(q, k, v, *args, **kwargs)
 

@@ -6,7 +6,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from oracle import attention64, decode64, max_error, normal, poison_cache, same_bits, to64
@@ -677,6 +677,8 @@ class AnyLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def filter(self, data):
         keep = data.draw(st.permutations(range(len(self.solos))))[: data.draw(st.integers(1, len(self.solos)))]
+        if all(self.batch.offset[i].item() < 0 for i in keep):
+            return  # the stock batch ends with less than no columns
         self.batch.filter(keep)
         self.stock.filter(keep)
         self.solos = [self.solos[i] for i in keep]
@@ -729,5 +731,6 @@ class AnyLife(RuleBasedStateMachine):
 
 
 def test_any_life_of_200_operations():
-    options = settings(max_examples=6, stateful_step_count=200, deadline=None, derandomize=True)
+    phases = (Phase.explicit, Phase.generate)  # shrinking a long life takes longer than reading it
+    options = settings(max_examples=6, stateful_step_count=200, deadline=None, derandomize=True, phases=phases)
     run_state_machine_as_test(AnyLife, settings=options)

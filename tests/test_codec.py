@@ -278,7 +278,7 @@ LOUD = {
 
 
 @pytest.mark.parametrize("case", LOUD)
-@pytest.mark.parametrize("format", ("default", "tq3"))
+@pytest.mark.parametrize("format", ("default", "k4v4", "tq3"))
 @pytest.mark.parametrize("kind", ("keys", "values"))
 def test_loud_rows_stay_finite(kind, format, case):
     x, dtype = LOUD[case]
@@ -289,8 +289,10 @@ def test_loud_rows_stay_finite(kind, format, case):
     norm = np.linalg.norm(to64(x), axis=-1)
     if case == "full of 65000":  # the rotated coordinates saturate
         assert (np.linalg.norm(decode64(rows), axis=-1) > 65504).all()
-    elif format == "default":
-        np.testing.assert_allclose(np.linalg.norm(decode64(rows), axis=-1), norm, rtol=0.01)
+    elif format != "tq3":
+        # Norm correction is for what is left of a key when the mean of its page is gone.
+        within = 0.05 if rows.regions.mean is not None else 0.01
+        np.testing.assert_allclose(np.linalg.norm(decode64(rows), axis=-1), norm, rtol=within)
     elif norm.max() > 65504:
         assert (to64(live_parts(rows)["scale"]) == 65504).all()  # float16 saturates
 

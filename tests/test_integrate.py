@@ -139,7 +139,7 @@ def test_enable_and_disable_leave_no_trace():
     plan = mlx_tq.enable(model)
     assert hook_installed() and mx.fast.scaled_dot_product_attention is not STOCK
     assert [type(c) for c in make_prompt_cache(model)] == [TQKVCache] * 3
-    assert [entry.format for entry in plan] == [TQFormat()] * 3
+    assert [entry.format for entry in plan] == [TQFormat.preset("default")] * 3
     mlx_tq.disable(model)
     assert mx.fast.scaled_dot_product_attention is STOCK and not hook_installed()
     assert model.__dict__ == before
