@@ -29,7 +29,7 @@ HEADS, TOKENS, DIM, QUERIES = 2, 1024, 128, 64
 SEED = 0
 TIMEOUT = 900
 OURS, STOCK = "mlx-tq", "mlx-lm"
-FIELDS = "case width cache version setting bits bytes key_mse value_mse kl best note".split()
+FIELDS = "case width cache version setting bits bytes key_mse value_mse kl best mlx note".split()
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,12 @@ OUR_SETTINGS = (
     (f"key_bits=4,value_bits=4,{BARE}", 4),
     (f"key_bits=4,value_bits=4,codebook=lloyd,{BARE}", 4),
     (f"key_bits=4,value_bits=4,centered_keys=true,{BARE}", 4),
+    (f"key_bits=4,value_bits=4,codebook=lloyd,centered_keys=true,{BARE}", 4),
     (f"key_bits=4,value_bits=3,centered_keys=true,{BARE}", 4),
     (f"key_bits=3,value_bits=3,{BARE}", 3),
     (f"key_bits=3,value_bits=3,codebook=lloyd,{BARE}", 3),
     (f"key_bits=3,value_bits=3,centered_keys=true,{BARE}", 3),
+    (f"key_bits=3,value_bits=3,codebook=lloyd,centered_keys=true,{BARE}", 3),
     (f"key_bits=3,value_bits=4,centered_keys=true,{BARE}", 3),
 )
 STOCK_SETTINGS = (("4", 4), ("3", 3))
@@ -127,7 +129,8 @@ def work(cache: str, settings: list[str], source: Path, target: Path) -> None:
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)
-    inputs, out = np.load(source), {"version": np.array("" if cache == OURS else version(cache))}
+    inputs = np.load(source)
+    out = {"version": np.array("" if cache == OURS else version(cache)), "mlx": np.array(version("mlx"))}
     values = mx.array(inputs["values"])
     for name in inputs.files:
         for setting in settings if name != "values" else ():
@@ -184,6 +187,7 @@ def measure(cache: str, settings, inputs: dict[str, np.ndarray], out) -> list[di
                 "width": width,
                 "cache": cache,
                 "version": str(out["version"]),
+                "mlx": str(out["mlx"]),
                 "setting": setting.replace("," + BARE, ""),
                 "bits": 16 * int(held[1] - held[0]) / (keys.size + v.size),
                 "bytes": int(held[1]),
@@ -205,7 +209,7 @@ def mark_best(rows: list[dict]) -> None:
 
 
 def print_table(rows: list[dict]) -> None:
-    layout = "{:20} {:>5} {:20} {:42} {:>6} {:>8} {:>9} {:>9} {:>8} {}"
+    layout = "{:20} {:>5} {:20} {:57} {:>6} {:>8} {:>9} {:>9} {:>8} {}"
     names = "case width cache setting bits bytes key_mse value_mse kl best".split()
     print(layout.format(*names))
     for row in rows:
@@ -259,6 +263,9 @@ def main(argv: list[str] | None = None) -> int:
     rows.sort(key=lambda row: (order.index(row["case"]), -row["width"], row["kl"]))
     mark_best(rows)
     print_table(rows)
+    for row in rows:
+        if row["best"] and row["cache"] != OURS:
+            print(f"{row['case']} keys, {row['width']} bits: {row['cache']} {row['setting']} has the smallest KL")
     for row in left_out:
         print(f"{row['cache']} {row['note']}")
     if args.out is not None:

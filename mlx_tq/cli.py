@@ -13,10 +13,12 @@ from .smollm2 import FetchError
 COMMANDS = {
     "demo": "a small model over its own cache and over a compressed one, side by side",
     "generate": "text from your model over a compressed cache",
+    "eval": "how much each format changes your model's predictions",
     "formats": "the named formats and their sizes",
     "doctor": "what this machine runs, and whether the kernels are right on it",
 }
-_NEED_MLX_LM = ("demo", "generate")
+_MODULES = {"eval": "evaluate"}
+_NEED_MLX_LM = ("demo", "eval", "generate")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "formats":
             return formats(args.arguments)
-        return import_module(f"mlx_tq.{args.command}").main(args.arguments)
+        return import_module(f"mlx_tq.{_MODULES.get(args.command, args.command)}").main(args.arguments)
     except ModuleNotFoundError as error:
         if args.command in _NEED_MLX_LM and error.name in ("mlx_lm", "tqdm"):
             sys.exit(f'error: mlx-tq {args.command} needs mlx-lm: pip install "mlx-tq[lm]"')

@@ -38,7 +38,7 @@ MLX_LM = {"mlx-lm-4": 4, "mlx-lm-8": 8}
 _PREFILL = 512  # tokens of a prefill call
 _BLOCK = 16  # steps between two waits for results
 _GROUP = 4  # formats that share one run of the model's own cache
-_SEED = 0  # of the passages to copy
+_SEED = 0  # of random passages and of the needle's code
 _FACT = " The secret code of the old lighthouse is {code}."
 _QUESTION = "\n\nWhat is the secret code of the old lighthouse? The secret code of the old lighthouse is"
 
@@ -203,13 +203,15 @@ class Tokens:
         """`count` tokens of the text from `start`, beginning again at its end."""
         return [self.stream[(start + i) % len(self.stream)] for i in range(count)]
 
-    def copy_rows(self, rows: int, passage: int, distance: int) -> np.ndarray:
-        """A passage of random tokens of the text, `distance` tokens of filler, and the passage again."""
+    def copy_rows(self, rows: int, passage: int, distance: int, random: bool = False) -> np.ndarray:
+        """A passage of the text, or of random tokens of it, `distance` tokens of text, and the passage again."""
         rng, choices = np.random.default_rng(_SEED), np.unique(self.stream)
         out = []
         for row in range(rows):
-            again = rng.choice(choices, passage).tolist()
-            out.append(self.start + again + self.filler(row * distance, distance) + again)
+            piece = self.filler(row * (passage + distance), passage + distance)
+            if random:
+                piece[:passage] = rng.choice(choices, passage).tolist()
+            out.append(self.start + piece + piece[:passage])
         return np.array(out)
 
     def needle_rows(self, length: int, depths: list[float]) -> tuple[np.ndarray, int, int]:
@@ -371,7 +373,7 @@ def compare(reference: Runner, others: list[Runner], ids: np.ndarray, prefix: in
             if runner is not reference:
                 found[others.index(runner)] += [np.array(x) for x in out]
             runner.seconds += perf_counter() - started
-    return [Predictions(*np.stack(steps, axis=-1)) for steps in found]
+    return [Predictions(*np.stack(steps, axis=-1).astype(np.float64)) for steps in found]
 
 
 # ------------------------------------------------------------------ bytes
@@ -427,7 +429,7 @@ class Evaluation:
         steps = -(-args.limit // args.batch)
         self.plan = [("text", self.tokens.text_rows(args.batch, args.prefix + steps + 1), args.prefix)]
         if args.copy:
-            ids = self.tokens.copy_rows(args.copy_rows, args.copy_tokens, args.copy_distance)
+            ids = self.tokens.copy_rows(args.copy_rows, args.copy_tokens, args.copy_distance, args.copy_random)
             self.plan.append(("copy", ids, ids.shape[1] - args.copy_tokens))
         self.answers = {}
         for length in args.needle_lengths if args.needle else ():
@@ -623,6 +625,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     tests.add_argument("--copy-tokens", type=positive, default=128, help="tokens to copy (default: %(default)s)")
     tests.add_argument("--copy-rows", type=positive, default=4, help="passages (default: %(default)s)")
+    tests.add_argument(
+        "--copy-random", action="store_true", help="copy random tokens of the text, not a passage of it: much harder"
+    )
     tests.add_argument("--no-needle", dest="needle", action="store_false", help="leave the needle test out")
     tests.add_argument(
         "--needle-lengths",
@@ -678,7 +683,7 @@ def settings_of(args: argparse.Namespace, text: str) -> dict:
         "prefix": args.prefix,
         "batch": args.batch,
         "limit": args.limit,
-        "copy": [args.copy_rows, args.copy_tokens, args.copy_distance] if args.copy else None,
+        "copy": [args.copy_rows, args.copy_tokens, args.copy_distance, args.copy_random] if args.copy else None,
         "needle_grid": [args.needle_lengths, args.needle_depths] if args.needle else None,
         "computed_in": "float32" if mx.default_device() == mx.Device(mx.cpu) else "as stored",
         "mlx_tq": __version__,

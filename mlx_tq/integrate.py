@@ -6,6 +6,7 @@ one model, importing this file registers our classes for the second.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -94,7 +95,7 @@ def _stock_caches(model) -> list:
 
 def _take_override(model) -> _MakeCache | None:
     """Removes our `make_cache` from a model, which gets back the one it had of its own, and returns it."""
-    override = model.__dict__.get("make_cache")
+    override = getattr(model, "__dict__", {}).get("make_cache")
     if not isinstance(override, _MakeCache):
         return None
     del model.make_cache
@@ -122,6 +123,13 @@ class _MakeCache:
     def __init__(self, model, format: TQFormat, fused: str):
         self.model, self.format, self.fused = weakref.ref(model), format, fused
         self.previous = model.__dict__.get("make_cache")
+
+    def __deepcopy__(self, memo: dict) -> _MakeCache:
+        """That of the copied model, which may outlive the one it was copied from."""
+        twin, model = copy.copy(self), self.model()
+        twin.model = weakref.ref(memo.get(id(model), model))
+        twin.previous = copy.deepcopy(self.previous, memo)
+        return twin
 
     def __call__(self) -> list:
         return _compress(_stock_caches(self.model()), self.format, self.fused)[0]

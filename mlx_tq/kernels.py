@@ -30,6 +30,8 @@ NSG = 4  # simdgroups of a threadgroup
 _THREADGROUP_BYTES = 32 << 10
 _MAX_DIM = 512
 _MAX_SPLITS = 512
+# Scores of one launch: about half a second on the smallest Apple GPUs, which stop a command that runs for seconds.
+_MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
@@ -375,6 +377,21 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
     """Attention by the kernels, see `attention.attention`; `reason` must be None for these widths."""
     keys, values = _whole_blocks(keys), _whole_blocks(values)
     _check_launch(keys, values)
+    length, columns = q.shape[2], keys.layout.length
+    most = max(1, _MAX_SCORES // (q.shape[0] * q.shape[1] * max(1, columns)))
+    if mask is not None and not isinstance(mask, str):
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    parts = []
+    for start in range(0, length, most):
+        stop = min(start + most, length)
+        rows = mask[:, :, start:stop] if isinstance(mask, mx.array) and length > most and mask.shape[2] > 1 else mask
+        part = q if length <= most else q[:, :, start:stop]
+        parts.append(_attend_part(part, keys, values, scale, rows, sinks, softcap, columns - length + stop))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
+    """Attention of some query rows; a causal mask lets the last of them see `last` columns."""
     device, format, layout = backend(), keys.format, keys.layout
     batch, n_heads, length, dim = q.shape
     value_dim, n_kv, dtype = values.dim, keys.n_kv_heads, q.dtype
@@ -384,17 +401,17 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
 
     kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
     if isinstance(mask, str):
-        kind = 1 if length > 1 else 0
+        kind = 1 if length > 1 or last < layout.length else 0
     elif mask is not None:
         kind = 2 if mask.dtype == mx.bool_ else 3
-        shape = (1,) * (4 - mask.ndim) + mask.shape
+        shape = mask.shape
         strides = tuple(prod(shape[i + 1 :]) if shape[i] > 1 else 0 for i in range(4))
         if max(strides) >= 1 << 31:
             raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
         mask_array = _padded(mask)
     capacities = _capacities(keys)
     params = _params(
-        *(groups, length, layout.length, *capacities[:2], splits, tiles, capacities[2]),
+        *(groups, length, last if kind == 1 else layout.length, *capacities[:2], splits, tiles, capacities[2]),
         *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
     )
     consts = _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)

@@ -491,7 +491,7 @@ def refusals():
         return filled(name, 5, **options)
 
     def elsewhere():
-        return fill_layer(TQKVCache(layer_index=3))
+        return fill_layer(TQKVCache(FORMATS["default"], layer_index=3))
 
     def fill_layer(cache):
         cache.update_and_fetch(*tokens(5))

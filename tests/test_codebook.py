@@ -130,7 +130,7 @@ def test_presets():
     for name, format in TQFormat.presets().items():
         assert TQFormat.resolve(name) == format == TQFormat.resolve(format)
         assert TQFormat.preset(name, seed=3).seed == 3
-    assert TQFormat.resolve(None) == TQFormat()
+    assert TQFormat.resolve(None) == TQFormat.preset("default")
     for wrong in ("q4_0", 4, {"key_bits": 4}):
         with pytest.raises(ValueError, match="format must be"):
             TQFormat.resolve(wrong)

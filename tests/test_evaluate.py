@@ -272,13 +272,16 @@ def test_text_rows_are_consecutive():
         Tokens(ByteTokenizer(), "")
 
 
-def test_copy_rows_repeat_a_passage():
-    tokens = Tokens(ByteTokenizer(), "the quick brown fox jumps over the lazy dog")
-    rows = tokens.copy_rows(3, 8, 50)
+@pytest.mark.parametrize("random", [False, True])
+def test_copy_rows_repeat_a_passage(random):
+    text = "the quick brown fox jumps over the lazy dog"
+    tokens = Tokens(ByteTokenizer(), text)
+    rows = tokens.copy_rows(3, 8, 50, random)
     assert rows.shape == (3, 1 + 8 + 50 + 8)
     np.testing.assert_array_equal(rows[:, 1:9], rows[:, -8:])
     assert len({tuple(row[1:9]) for row in rows}) == 3
-    np.testing.assert_array_equal(rows, tokens.copy_rows(3, 8, 50))
+    assert (bytes(rows[0, 1:9].tolist()).decode() == text[:8]) != random
+    np.testing.assert_array_equal(rows, tokens.copy_rows(3, 8, 50, random))
 
 
 def test_needle_rows_hold_the_fact():

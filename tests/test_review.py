@@ -1,6 +1,7 @@
 """Cases that a review of the whole package found: odd shapes, views that change, mixed formats, Metal's conversions."""
 
 import copy
+import gc
 import pickle
 import re
 import threading
@@ -151,7 +152,7 @@ def test_masks_beyond_32_bit_strides_are_refused(fused_kernels):
     mask = mx.broadcast_to(mx.array(True), (1, 4, 1 << 26, 40))  # never evaluated
     q = mx.broadcast_to(mx.array(0.0), (1, 4, 1 << 26, 64))
     with pytest.raises(ValueError, match="mask must have strides below"):
-        mlx_tq.attention(q, keys, values, scale=1.0, mask=mask)
+        kernels._attend_part(q, keys, values, 1.0, mask, None, None, 40)
 
 
 def test_views_of_more_rows_than_a_launch_decodes(fused_kernels):
@@ -163,6 +164,23 @@ def test_views_of_more_rows_than_a_launch_decodes(fused_kernels):
         for kind in ("keys", "values")
     ]
     assert views(*rows)[0].shape == (1, 1, tokens, 16)
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "rows", "columns"])
+@pytest.mark.parametrize("length", [1, 7])
+def test_long_prompts_take_several_launches(fused_kernels, monkeypatch, mask, length):
+    """No launch runs for seconds: a prompt is cut where it has too many scores, here to 1 or 3 rows at a time."""
+    keys, values = packed(5)
+    q = normal(3, 1, 4, length, 64)
+    mask = {"rows": normal(4, length, 1), "columns": normal(4, 1, 4, 1, 5)}.get(mask, mask)
+    want = attention64(q, decode64(keys), decode64(values), 0.125, mask)
+    launches, launch = [], kernels._launch
+    monkeypatch.setattr(kernels, "_launch", lambda name, *rest: launches.append(name) or launch(name, *rest))
+    for rows in (1, 3):
+        monkeypatch.setattr(kernels, "_MAX_SCORES", 4 * 5 * rows)
+        launches.clear()
+        assert max_error(mlx_tq.attention(q, keys, values, scale=0.125, mask=mask), want) < 2 * TOLERANCE
+        assert launches.count("attend") == -(-length // rows)
 
 
 # ------------------------------------------------------------------ options
@@ -278,6 +296,24 @@ def test_a_thread_with_a_stream_of_its_own_uses_what_another_made():
 
 
 # ------------------------------------------------------------------ mlx-lm
+
+
+def test_a_copied_model_outlives_the_one_it_was_copied_from():
+    module = pytest.importorskip("mlx_lm.models.cache")
+    model = ModelOfItsOwn()
+    mlx_tq.enable(model)
+    twin = copy.deepcopy(model)
+    mlx_tq.disable(model)
+    del model
+    gc.collect()
+    assert type(module.make_prompt_cache(twin)[0]) is TQKVCache
+    mlx_tq.disable(twin)
+    assert type(module.make_prompt_cache(twin)[0]) is module.KVCache
+
+
+def test_disable_ignores_what_was_never_enabled():
+    for other in (None, 5, object()):
+        mlx_tq.disable(other)
 
 
 class Model:
