@@ -32,8 +32,8 @@ from .generate import DEMO_MODEL, attention_path, load, positive
 from .integrate import make_prompt_cache
 from .plots import REFERENCE, plot
 
-DEFAULT_FORMATS = ("default", "k4v4", "tq3", "mlx-lm-8", "mlx-lm-4")
 MLX_LM = {"mlx-lm-4": 4, "mlx-lm-8": 8}
+DEFAULT_FORMATS = (*TQFormat.presets(), *MLX_LM)
 
 _PREFILL = 512  # tokens of a prefill call
 _BLOCK = 16  # steps between two waits for results
@@ -616,15 +616,27 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         help=f"formats, separated by commas or spaces (default: {','.join(DEFAULT_FORMATS)})",
     )
     tests = parser.add_argument_group("tests")
-    tests.add_argument("--limit", type=positive, default=3072, help="predictions on the text (default: %(default)s)")
-    tests.add_argument("--prefix", type=positive, default=512, help="tokens before the first (default: %(default)s)")
-    tests.add_argument("--batch", type=positive, default=2, help="pieces of the text at a time (default: %(default)s)")
+    tests.add_argument(
+        "--limit", type=positive, metavar="N", default=3072, help="predictions on the text (default: %(default)s)"
+    )
+    tests.add_argument(
+        "--prefix", type=positive, metavar="N", default=512, help="tokens before the first (default: %(default)s)"
+    )
+    tests.add_argument(
+        "--batch", type=positive, metavar="N", default=2, help="pieces of the text at a time (default: %(default)s)"
+    )
     tests.add_argument("--no-copy", dest="copy", action="store_false", help="leave the copy test out")
     tests.add_argument(
-        "--copy-distance", type=positive, default=512, help="tokens between passage and copy (default: %(default)s)"
+        "--copy-distance",
+        type=positive,
+        metavar="N",
+        default=512,
+        help="tokens between passage and copy (default: %(default)s)",
     )
-    tests.add_argument("--copy-tokens", type=positive, default=128, help="tokens to copy (default: %(default)s)")
-    tests.add_argument("--copy-rows", type=positive, default=4, help="passages (default: %(default)s)")
+    tests.add_argument(
+        "--copy-tokens", type=positive, metavar="N", default=128, help="tokens to copy (default: %(default)s)"
+    )
+    tests.add_argument("--copy-rows", type=positive, metavar="N", default=4, help="passages (default: %(default)s)")
     tests.add_argument(
         "--copy-random", action="store_true", help="copy random tokens of the text, not a passage of it: much harder"
     )
