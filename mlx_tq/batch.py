@@ -184,9 +184,9 @@ class TQBatchKVCache(StoredCache):
     # -------------------------------------------------------------- tokens and rows out
 
     def trim(self, n: int) -> int:
-        """Drops the last n columns (all, if there are fewer); returns how many. Raises ValueError for a negative n."""
-        if n < 0:
-            raise ValueError(f"n must be at least 0, got {n}")
+        """Drops the last n columns (all, if there are fewer); returns how many. Raises ValueError unless n is an int >= 0."""
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"n must be an int of at least 0, got {n!r}")
         n = min(n, self._columns)
         keep = [max(0, self._columns - n - left) for left in self._left]
         self._packed = tuple(self._cut(list(self._packed), keep))
