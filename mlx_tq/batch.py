@@ -184,7 +184,10 @@ class TQBatchKVCache(StoredCache):
     # -------------------------------------------------------------- tokens and rows out
 
     def trim(self, n: int) -> int:
-        """Drops the last n columns (all, if there are fewer); returns how many. Raises ValueError unless n is an int >= 0."""
+        """Drops the last n columns (all, if there are fewer); returns how many.
+
+        Raises ValueError unless n is an int of at least 0.
+        """
         if not isinstance(n, int) or n < 0:
             raise ValueError(f"n must be an int of at least 0, got {n!r}")
         n = min(n, self._columns)

@@ -76,7 +76,10 @@ class TQKVCache(StoredCache):
         return causal_mask(N, self.offset, window_size=window_size)
 
     def trim(self, n: int) -> int:
-        """Drops the last n tokens (all, if fewer are held); returns how many. Raises ValueError unless n is an int >= 0."""
+        """Drops the last n tokens (all, if fewer are held); returns how many.
+
+        Raises ValueError unless n is an int of at least 0.
+        """
         if not isinstance(n, int) or n < 0:
             raise ValueError(f"n must be an int of at least 0, got {n!r}")
         n = min(n, self.offset)

@@ -232,32 +232,40 @@ def self_test(device: str) -> SelfTest:
 
 
 def _self_test_error() -> float:
-    """Largest difference between kernels and ops, relative to the largest value, over encoding and attention."""
+    """Largest difference between kernels and MLX ops on the CPU, relative to the largest value.
+
+    Covers encoding and attention. Encoded bits may differ where a device rounds a division in another way: a few codes
+    off by one are no fault, so rows count only if they decode to something else.
+    """
     from .attention import ops_attention
 
     rng = np.random.default_rng(1)
     k, v = (mx.array(rng.standard_normal((1, 2, 96, 64)), mx.float32) for _ in range(2))
     q = mx.array(rng.standard_normal((1, 4, 1, 64)), mx.float32)
-    error = 0.0
+    layout = Layout.uniform(1, 0, 70, 0)
+    errors = []
     for format in (TQFormat(), TQFormat(key_bits=3, value_bits=2)):
         signs = layer_signs(format.seed, 0, 64)
+        pairs = (("keys", k), ("values", v))
         mine = encode(k, v, None, format, 0, rotated=False)
-        theirs = [
-            codec.quantise(codec.rotate(x, signs[0]), format, kind, signs[1])
-            for x, kind in ((k, "keys"), (v, "values"))
-        ]
-        for a, b in zip((*mine[0], *mine[1]), (*theirs[0], *theirs[1]), strict=True):
-            if a is not None and not mx.array_equal(a, b):
-                error = max(error, 1.0)
-        layout = Layout.uniform(1, 0, 70, 0)
-        rows = [
-            PackedRows(kind, format, 64, 0, mx.float32, regions, None, layout, 2)
-            for kind, regions in zip(("keys", "values"), theirs, strict=True)
-        ]
-        want = ops_attention(q, *rows, 0.125, None, None, None)
+        mx.eval([a for regions in mine for a in regions if a is not None])
+        with mx.stream(mx.cpu):
+            theirs = [codec.quantise(codec.rotate(x, signs[0]), format, kind, signs[1]) for kind, x in pairs]
+            for (kind, _), a, b in zip(pairs, mine, theirs, strict=True):
+                got, want = (codec.dequantise(regions, format, kind, 64, signs[1]) for regions in (a, b))
+                drift = (mx.linalg.norm(got - want) / mx.linalg.norm(want)).item()
+                errors.append(0.0 if drift < 0.02 else drift)
+            rows = [
+                PackedRows(kind, format, 64, 0, mx.float32, regions, None, layout, 2)
+                for (kind, _), regions in zip(pairs, theirs, strict=True)
+            ]
+            want = ops_attention(q, *rows, 0.125, None, None, None)
+            mx.eval(want, [a for regions in theirs for a in regions if a is not None])
         got = attend(q, *rows, 0.125, None, None, None)
-        error = max(error, (mx.max(mx.abs(got - want)) / mx.max(mx.abs(want))).item())
-    return error
+        mx.eval(got)
+        with mx.stream(mx.cpu):
+            errors.append((mx.max(mx.abs(got - want)) / mx.max(mx.abs(want))).item())
+    return float(np.max(errors))  # NaN if any is
 
 
 # ------------------------------------------------------------------ launches

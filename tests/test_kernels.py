@@ -252,11 +252,14 @@ def test_self_test_turns_to_integers_where_denormals_are_flushed(fused_kernels, 
 
 
 @runner_only
-@pytest.mark.parametrize("breakage", ("wrong numbers", "does not compile"))
+@pytest.mark.parametrize("breakage", ("wrong numbers", "not a number", "wrong codes", "does not compile"))
 def test_self_test_that_fails_warns_once_and_leaves_ops(fused_kernels, monkeypatch, breakage):
-    old, new = {"wrong numbers": ("exp2(s - new_top)", "exp2(s)"), "does not compile": ("float sum", "flaot sum")}[
-        breakage
-    ]
+    old, new = {
+        "wrong numbers": ("exp2(s - new_top)", "exp2(s)"),
+        "not a number": ("exp2(s - new_top)", "NAN"),
+        "wrong codes": ("+ HALF, 0, LAST);", "+ HALF + 1, 0, LAST);"),
+        "does not compile": ("float sum", "flaot sum"),
+    }[breakage]
     real = kernels.text
     monkeypatch.setattr(kernels, "text", lambda name: real(name).replace(old, new))
     kernels._kernel.cache_clear()
