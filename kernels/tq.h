@@ -89,7 +89,9 @@ TQ_FUNC float tree_sum(threadgroup float* x, uint lane) {
 }
 
 // 12 significant bits: squares and differences of such numbers are exact, whether or not they are fused.
-TQ_FUNC float round12(float x) { return as_type<float>((as_type<uint>(x) + 0x800u) & 0xFFFFF000u); }
+TQ_FUNC float round12(float x) {
+  return isfinite(x) ? as_type<float>((as_type<uint>(x) + 0x800u) & 0xFFFFF000u) : x;
+}
 
 // A float as T; float16 saturates where finite values would overflow.
 template <typename T>
