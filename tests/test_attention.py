@@ -100,7 +100,8 @@ def test_widths(path, dim):
 @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 512), (96, 64), (64, 80)])
 def test_values_of_another_width(path, dim, value_dim):
     q, k, v = inputs(2, 4, 2, 3, 130, dim, value_dim)
-    assert check(path, q, *encode(k, v), mask="causal").shape == (2, 4, 3, value_dim)
+    bound = TIGHT * max(1, value_dim / 256)
+    assert check(path, q, *encode(k, v), bound, mask="causal").shape == (2, 4, 3, value_dim)
 
 
 @pytest.mark.parametrize(

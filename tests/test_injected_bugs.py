@@ -152,7 +152,7 @@ def attend(format, dim, length, bound=4e-6, factor=1.0, shift=0.0, value_dim=Non
 
 
 def encode(format, dim, value_dim, dtype, rotated):
-    x = [np.random.default_rng(d).standard_normal((2, 2, 37, d)).astype(np.float32) for d in (dim, value_dim)]
+    x = [np.random.default_rng(d).standard_normal((2, 2, 70, d)).astype(np.float32) for d in (dim, value_dim)]
     for a in x:
         a[0, 0, 0], a[0, 0, 1], a[0, 0, 2, 3], a[0, 1, 3] = 0, 3000, np.inf, np.eye(a.shape[3])[5] * 50000
     s = layer_signs(42, 3, dim)[0]
