@@ -78,10 +78,12 @@ def report(format: TQFormat, prompt_tokens: int, dtype: str, stock: Answer, mine
     print(f"\nThe cache is {stock.nbytes / mine.nbytes:.2f} times smaller.", end=" ")
     print(f"The first {agree} of {len(stock.tokens)} tokens agree.")
     if format.window:
+        recent = f"{format.window} to {format.window + format.page - 1}"
         print(
-            f"{prompt_tokens} prompt tokens are few: the last {format.window} to {format.window + format.page} and the "
-            f"first {format.sinks} stay exact, so the ratio grows with the prompt."
+            f"{prompt_tokens} prompt tokens are few: the last {recent} and the first {format.sinks} stay exact, "
+            "so the ratio grows with the prompt."
         )
+    print("One near tie decided otherwise changes all tokens after it: `mlx-tq eval` measures quality.")
     print(f"Attention over the compressed cache: {path}.")
     if path.startswith("MLX ops"):
         print("So the speed above is that of the slow, portable path, and not that of the kernels.")

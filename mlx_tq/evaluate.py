@@ -39,6 +39,7 @@ _PREFILL = 512  # tokens of a prefill call
 _BLOCK = 16  # steps between two waits for results
 _GROUP = 4  # formats that share one run of the model's own cache
 _SEED = 0  # of random passages and of the needle's code
+_CUE = 16  # tokens of a repeated passage that come before the first prediction: a model must know what it repeats
 _FACT = " The secret code of the old lighthouse is {code}."
 _QUESTION = "\n\nWhat is the secret code of the old lighthouse? The secret code of the old lighthouse is"
 
@@ -430,7 +431,8 @@ class Evaluation:
         self.plan = [("text", self.tokens.text_rows(args.batch, args.prefix + steps + 1), args.prefix)]
         if args.copy:
             ids = self.tokens.copy_rows(args.copy_rows, args.copy_tokens, args.copy_distance, args.copy_random)
-            self.plan.append(("copy", ids, ids.shape[1] - args.copy_tokens))
+            cue = min(_CUE, args.copy_tokens // 2)
+            self.plan.append(("copy", ids, ids.shape[1] - args.copy_tokens + cue))
         self.answers = {}
         for length in args.needle_lengths if args.needle else ():
             ids, question, answer = self.tokens.needle_rows(length, args.needle_depths)
@@ -634,7 +636,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         help="tokens between passage and copy (default: %(default)s)",
     )
     tests.add_argument(
-        "--copy-tokens", type=positive, metavar="N", default=128, help="tokens to copy (default: %(default)s)"
+        "--copy-tokens", type=positive, metavar="N", default=128, help="tokens of a passage (default: %(default)s)"
     )
     tests.add_argument("--copy-rows", type=positive, metavar="N", default=4, help="passages (default: %(default)s)")
     tests.add_argument(
