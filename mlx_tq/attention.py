@@ -180,21 +180,10 @@ def _take_columns(mask: mx.array, columns: np.ndarray) -> mx.array:
 
 def ops_attention(q, keys, values, scale, mask, sinks, softcap) -> mx.array:
     """Online softmax over blocks of tokens, each decoded for itself: nothing of size n_heads * S is ever held."""
-    length = q.shape[2]
-    if length > _QUERY_ROWS:
-        parts = []
-        if mask is not None and not isinstance(mask, str):
-            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        for start in range(0, length, _QUERY_ROWS):
-            part = q[:, :, start : start + _QUERY_ROWS]
-            rows = mask
-            if mask is not None and not isinstance(mask, str) and mask.shape[2] > 1:
-                rows = mask[:, :, start : start + _QUERY_ROWS]
-            if parts:
-                part = mx.depends(part, parts[-1])  # one part of the queries at a time
-            parts.append(_online(part, keys, values, scale, rows, sinks, softcap, length - start))
-        return mx.concatenate(parts, axis=2)
-    return _online(q, keys, values, scale, mask, sinks, softcap, length)
+    return kernels.by_query_rows(
+        lambda part, rows, behind: _online(part, keys, values, scale, rows, sinks, softcap, behind + part.shape[2]),
+        *(q, mask, _QUERY_ROWS),
+    )
 
 
 def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array:
@@ -207,8 +196,6 @@ def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array
     total = keys.layout.length
     position = mx.arange(total - remaining, total - remaining + length)[:, None]
     is_array = mask is not None and not isinstance(mask, str)
-    if is_array:
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
     if sinks is None:
         top = mx.full((b, n_kv, groups * length, 1), _LOWEST)

@@ -381,21 +381,37 @@ def _launch_shape(
     return per_item, tiles, max(1, min(wanted, _MAX_SPLITS, -(-blocks // 2)))
 
 
+def by_query_rows(attend, q: mx.array, mask, most: int) -> mx.array:
+    """Attention of at most `most` query rows at a time, one part after the other.
+
+    attend(part, mask, behind) gets some rows of q `(B, n_heads, L, D)`, what the mask has for them (arrays with four
+    dimensions), and how many query rows come behind.
+    """
+    length, is_array = q.shape[2], mask is not None and not isinstance(mask, str)
+    if is_array:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    if length <= most:
+        return attend(q, mask, 0)
+    parts = []
+    for start in range(0, length, most):
+        stop = min(start + most, length)
+        part = q[:, :, start:stop]
+        if parts:
+            part = mx.depends(part, parts[-1])
+        parts.append(attend(part, mask[:, :, start:stop] if is_array and mask.shape[2] > 1 else mask, length - stop))
+    return mx.concatenate(parts, axis=2)
+
+
 def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap) -> mx.array:
     """Attention by the kernels, see `attention.attention`; `reason` must be None for these widths."""
     keys, values = _whole_blocks(keys), _whole_blocks(values)
     _check_launch(keys, values)
-    length, columns = q.shape[2], keys.layout.length
+    columns = keys.layout.length
     most = max(1, _MAX_SCORES // (q.shape[0] * q.shape[1] * max(1, columns)))
-    if mask is not None and not isinstance(mask, str):
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    parts = []
-    for start in range(0, length, most):
-        stop = min(start + most, length)
-        rows = mask[:, :, start:stop] if isinstance(mask, mx.array) and length > most and mask.shape[2] > 1 else mask
-        part = q if length <= most else q[:, :, start:stop]
-        parts.append(_attend_part(part, keys, values, scale, rows, sinks, softcap, columns - length + stop))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    return by_query_rows(
+        lambda part, rows, behind: _attend_part(part, keys, values, scale, rows, sinks, softcap, columns - behind),
+        *(q, mask, most),
+    )
 
 
 def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
