@@ -64,8 +64,8 @@ if (QJL) {
 }
 
 // Where the tokens of this batch row are. Offsets within a sequence have 32 bits, those of sequences 64.
-const int pad = info[batch * 8], first = info[batch * 8 + 1], n_packed = info[batch * 8 + 2];
-const int n_exact = first + info[batch * 8 + 3];
+const int pad = params[16 + batch * 4], first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
+const int n_exact = first + params[19 + batch * 4];
 const size_t at_packed = slot * capacity, at_exact = slot * exact_capacity;
 const auto k_rows = k_codes + at_packed * row_size(D, KB);
 const auto v_rows = v_codes + at_packed * row_size(DV, VB);
@@ -142,19 +142,9 @@ for (int block = begin; block < end; ++block) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const int row = min(first_row + r, rows - 1);
-    bool seen = token < live;
     float s = score[r];
-    if (SOFTCAP) s = consts[1] * tanh(s / consts[1]);
-    if (MASK == 1) seen = seen && column <= columns - L + row / G;
-    if (MASK >= 2) {
-      const size_t at = batch * size_t(params[8]) + (kv_head * G + row % G) * size_t(params[9]) +
-          (row / G) * size_t(params[10]) + min(column, columns - 1) * size_t(params[11]);
-      if (MASK == 2) seen = seen && bool(mask[at]);
-      if (MASK == 3) s += float(mask[at]);
-    }
-    seen = seen && !(s == -INFINITY);
-    s *= LOG2E;
-    if (s < LOWEST) s = LOWEST;  // a NaN stays, so that it shows
+    const bool seen = see<MASK, SOFTCAP>(
+        s, token < live, row, column, mask, batch, kv_head, params, consts[1]);
     const float new_top = max(top[r], simd_max(seen && s > LOWEST ? s : LOWEST)), shrink = exp2(top[r] - new_top);
     const float p = seen ? exp2(s - new_top) : 0.0f;
     weight[r] = seen ? p * value_scale : 0.0f;

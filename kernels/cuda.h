@@ -19,6 +19,7 @@
 
 typedef unsigned int uint;
 typedef unsigned short ushort;
+typedef unsigned char uchar;
 typedef __half float16_t;
 typedef __nv_bfloat16 bfloat16_t;
 
@@ -53,6 +54,32 @@ template <typename T>
 TQ_FUNC T simd_max(T x) {
   for (int w = 16; w > 0; w /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, w));
   return x;
+}
+
+TQ_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
+
+// c += a b: a is 16 x 16 in four words of two T a lane, b 16 x 8 in two words, c 16 x 8.
+#define TQ_MMA(type)                                                                                            \
+  asm volatile(                                                                                                 \
+      "mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                          \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <typename T>
+TQ_FUNC void mma_16x8x16(float* c, const uint* a, const uint* b);
+template <>
+TQ_FUNC void mma_16x8x16<float16_t>(float* c, const uint* a, const uint* b) {
+  TQ_MMA("f16");
+}
+template <>
+TQ_FUNC void mma_16x8x16<bfloat16_t>(float* c, const uint* a, const uint* b) {
+  TQ_MMA("bf16");
+}
+
+// An 8 x 8 tile of 16-bit numbers, two neighbours of a row in each lane's word, transposed.
+TQ_FUNC uint transpose_8x8(uint x) {
+  uint y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 #define threadgroup_position_in_grid blockIdx

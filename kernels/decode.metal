@@ -9,8 +9,8 @@ threadgroup float scratch[NSG * MAX_D];
 if (item >= n_rows) return;
 
 const int slot = item / columns, batch = slot / n_kv_heads;
-const int token = item % columns - info[batch * 8];
-const int first = info[batch * 8 + 1], n_packed = info[batch * 8 + 2];
+const int token = item % columns - params[16 + batch * 4];
+const int first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
 const bool coded = token >= first && token < first + n_packed;
 const int place = coded ? token - first : token < first ? token : token - n_packed;
 const size_t at = size_t(slot) * (coded ? capacity : exact_capacity) + max(place, 0);

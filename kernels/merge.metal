@@ -1,15 +1,13 @@
-// Merges the partial results of one query row, rotates back and writes it; one simdgroup a row.
+// Merges the partial results of one query row, rotates back and writes it; one threadgroup a row.
 
-const int G = params[0], L = params[1], splits = params[5], n_rows = params[13];
+const int G = params[0], L = params[1], splits = params[5];
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
-const int item = threadgroup_position_in_grid.x * NSG + sg;
-threadgroup float scratch[NSG * DV];
-if (item >= n_rows) return;
+const int item = threadgroup_position_in_grid.x;
+threadgroup float sums[NSG * DV];
 
 // The output is (B, n_heads, L, DV), the partial results are (B, n_kv_heads, L, G, splits, DV).
 const int head = item / L;
 const size_t row = (size_t(head / G) * L + item % L) * G + head % G;
-threadgroup float* out_row = scratch + sg * DV;
 
 float sink = SINKS ? float(sinks[head % params[14]]) * LOG2E : LOWEST;
 float top = sink;
@@ -23,12 +21,18 @@ for (int s = lane; s < splits; s += 32) {
 denominator = simd_sum(denominator);
 const float norm = denominator > 0.0f ? consts[3] / denominator : 0.0f;
 
+// Every simdgroup adds up its share of the splits, then the first one those of all.
 float x[(DV + 31) / 32];
 for (int n = 0; n < (DV + 31) / 32; ++n) x[n] = 0.0f;
-for (int s = 0; s < splits; ++s) {
+#pragma unroll 4
+for (int s = sg; s < splits; s += NSG) {
   const float weight = exp2(softmax[(row * splits + s) * 2] - top);
   for (int n = 0, i = lane; i < DV; ++n, i += 32) x[n] = fma(partial[(row * splits + s) * DV + i], weight, x[n]);
 }
-for (int n = 0, i = lane; i < DV; ++n, i += 32) out_row[i] = x[n] * norm;
-hadamard<DV>(out_row, v_mix, lane);
-for (int i = lane; i < DV; i += 32) out[size_t(item) * DV + i] = T(out_row[i] * v_signs[i]);
+for (int n = 0, i = lane; i < DV; ++n, i += 32) sums[sg * DV + i] = x[n] * norm;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (sg > 0) return;
+for (int i = lane; i < DV; i += 32)
+  for (int n = 1; n < NSG; ++n) sums[i] += sums[n * DV + i];
+hadamard<DV>(sums, v_mix, lane);
+for (int i = lane; i < DV; i += 32) out[size_t(item) * DV + i] = T(sums[i] * v_signs[i]);

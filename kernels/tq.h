@@ -240,6 +240,27 @@ TQ_FUNC float dot(thread const float* a, thread const float* b, float sum) {
   return sum;
 }
 
+// Soft-cap, mask and change to base 2 of a score; whether query row `row` of its group sees the token at `column`.
+template <int MASK, bool SOFTCAP, typename M>
+TQ_FUNC bool see(
+    thread float& s, bool live, int row, int column, device const M* mask, int batch, int kv_head,
+    device const int* params, float softcap) {
+  const int G = params[0], columns = params[2];
+  bool seen = live;
+  if (SOFTCAP) s = softcap * tanh(s / softcap);
+  if (MASK == 1) seen = seen && column <= columns - params[1] + row / G;
+  if (MASK >= 2) {
+    const size_t at = batch * size_t(params[8]) + (kv_head * G + row % G) * size_t(params[9]) +
+        (row / G) * size_t(params[10]) + min(column, columns - 1) * size_t(params[11]);
+    if (MASK == 2) seen = seen && bool(mask[at]);
+    if (MASK == 3) s += float(mask[at]);
+  }
+  seen = seen && !(s == -INFINITY);
+  s *= LOG2E;
+  if (s < LOWEST) s = LOWEST;  // a NaN stays, so that it shows
+  return seen;
+}
+
 // Sum over N neighbouring lanes, for all of them.
 template <int N>
 TQ_FUNC float group_sum(float x) {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache, lru_cache
 from math import prod
 from operator import add
@@ -34,20 +34,35 @@ _MAX_SPLITS = 512
 _MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
+# What attend_mma.metal takes, and as many of its threadgroups as large GPUs hold at a time.
+_MMA_DIMS = (64, 128, 256)
+_MMA_ROWS = 8
+_MMA_THREADGROUPS = 396
+# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
+# and the bytes decoded at a time.
+_DENSE_ROWS = 192
+_DENSE_DIMS = (64, 80, 128)
+_DENSE_BYTES = 64 << 20
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
+_compile = mx.compile
+# Query rows of a generation step, speculative ones included.
+_MAX_STEP = 8
+
 _INPUTS = {
     "attend": "query k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact mask "
-    "k_signs k_jl_signs k_mix info params consts",
+    "k_signs k_jl_signs k_mix params consts",
     "merge": "partial softmax sinks v_signs v_mix params consts",
     "rotate": "keys values k_signs k_mix v_signs v_mix params consts",
     "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
     "decode": "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact "
-    "k_signs k_jl_signs k_mix v_signs v_mix info params consts",
+    "k_signs k_jl_signs k_mix v_signs v_mix params consts",
 }
+_INPUTS["attend_mma"] = _INPUTS["attend"]
 _OUTPUTS = {
     "attend": "partial softmax",
+    "attend_mma": "partial softmax",
     "merge": "out",
     "rotate": "k_rotated v_rotated",
     "encode": "k_words k_scales v_words v_scales",
@@ -83,7 +98,7 @@ def cuda_text(source: str) -> str:
 @cache
 def _kernel(name: str, backend: str):
     inputs, outputs = _INPUTS[name].split(), _OUTPUTS[name].split()
-    source, header = text(f"{name}.metal"), text("tq.h")
+    source, header = text(f"{name}.metal"), text("tq.h") + (text("mma.h") if name == "attend_mma" else "")
     if backend == "cuda":
         return mx.fast.cuda_kernel(
             name=f"tq_{name}",
@@ -155,16 +170,15 @@ def _consts(format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: fl
     return _evaluated(mx.array(out))
 
 
-@lru_cache(maxsize=512)
-def _params(*values: int) -> mx.array:
-    return mx.array(np.array(values, np.int32))
+@lru_cache(maxsize=64)
+def _fixed_params(*values: int) -> mx.array:
+    return mx.array(values, mx.int32)
 
 
-@lru_cache(maxsize=512)
-def _info(layout: Layout) -> mx.array:
-    rows = np.zeros((len(layout.pad), 8), np.int32)
-    rows[:, :4] = np.array([layout.pad, layout.first, layout.packed, layout.recent]).T
-    return mx.array(rows)
+def _params(layout: Layout, *values: int) -> mx.array:
+    """Integers that kernels read: 16 of the launch, then where the tokens of each batch row are."""
+    rows = zip(layout.pad, layout.first, layout.packed, layout.recent, strict=True)
+    return mx.array([*values, *(n for row in rows for n in row)], mx.int32)
 
 
 def _padded(array: mx.array) -> mx.array:
@@ -333,9 +347,10 @@ def _place_holders(format: TQFormat, kind: str, dim: int, dtype: mx.Dtype) -> li
 
 def _row_inputs(rows: PackedRows) -> list[mx.array]:
     """codes, plane, jl, scale, residual, mean, exact; place-holders for what the format or the moment does not have."""
-    arrays = [*(rows.regions or (None,) * len(Regions._fields)), rows.exact]
-    places = _place_holders(rows.format, rows.kind, rows.dim, rows.dtype)
-    return [place if array is None or not array.size else array for array, place in zip(arrays, places, strict=True)]
+    *places, exact = _place_holders(rows.format, rows.kind, rows.dim, rows.dtype)
+    if rows.regions is not None and rows.regions.codes.size:
+        places = [p if a is None else a for a, p in zip(rows.regions, places, strict=True)]
+    return [*places, exact if rows.exact is None or not rows.exact.size else rows.exact]
 
 
 def _check_launch(keys: PackedRows, values: PackedRows) -> None:
@@ -368,17 +383,38 @@ def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int
     return most
 
 
+def _has_mma(device: str) -> bool:
+    """Whether the device has the instructions of attend_mma.metal: NVIDIA's since compute capability 8.0."""
+    return device == "cuda" and mx.device_info()["compute_capability_major"] >= 8
+
+
+def _takes_mma(device: str, q: mx.array, keys: PackedRows, values: PackedRows) -> bool:
+    """Whether attend_mma.metal does these rows rather than attend.metal."""
+    format = keys.format
+    return (
+        {q.dtype, keys.dtype, values.dtype} in ({mx.float16}, {mx.bfloat16})
+        and keys.dim in _MMA_DIMS
+        and values.dim in _MMA_DIMS
+        and (format.codebook, format.qjl) == ("uniform", False)
+        and RAW_BITS not in (format.key_bits, format.value_bits)
+        and _has_mma(device)
+        and self_test(device).denormal
+    )
+
+
 @lru_cache(maxsize=1024)
 def _launch_shape(
-    device: str, layout: Layout, batch: int, n_kv_heads: int, rows: int, dim: int, value_dim: int
+    device: str, layout: Layout, batch: int, n_kv_heads: int, rows: int, dim: int, value_dim: int, mma: bool
 ) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
-    per_item = _rows_per_simdgroup(rows, dim, value_dim, device)
+    per_item = _MMA_ROWS if mma else _rows_per_simdgroup(rows, dim, value_dim, device)
     tiles = -(-rows // per_item)
     tokens = zip(layout.packed, layout.first, layout.recent, strict=True)
     blocks = max(-(-p // ROW_BLOCK) + -(-(f + r) // ROW_BLOCK) for p, f, r in tokens)
-    wanted = -(-_WANTED_ITEMS[device] // (tiles * n_kv_heads * batch))
-    return per_item, tiles, max(1, min(wanted, _MAX_SPLITS, -(-blocks // 2)))
+    items = tiles * n_kv_heads * batch
+    if mma:  # the simdgroups of a threadgroup share a split
+        return per_item, tiles, max(1, min(_MMA_THREADGROUPS // items, _MAX_SPLITS, -(-blocks // NSG)))
+    return per_item, tiles, max(1, min(-(-_WANTED_ITEMS[device] // items), _MAX_SPLITS, -(-blocks // 2)))
 
 
 def by_query_rows(attend, q: mx.array, mask, most: int) -> mx.array:
@@ -406,6 +442,8 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
     """Attention by the kernels, see `attention.attention`; `reason` must be None for these widths."""
     keys, values = _whole_blocks(keys), _whole_blocks(values)
     _check_launch(keys, values)
+    if _decodes_first(q, keys, values, mask, sinks, softcap):
+        return _attend_decoded(q, keys, values, scale, mask)
     columns = keys.layout.length
     most = max(1, _MAX_SCORES // (q.shape[0] * q.shape[1] * max(1, columns)))
     return by_query_rows(
@@ -414,14 +452,62 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
     )
 
 
+def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap) -> bool:
+    """Whether so many query rows share a decode that MLX's own attention over decoded rows is faster."""
+    length = q.shape[2]
+    return (
+        q.shape[1] // keys.n_kv_heads * length >= _DENSE_ROWS
+        and (mask is None or (isinstance(mask, str) and length <= keys.layout.length))
+        and sinks is None
+        and softcap is None
+        and not any(keys.layout.pad)
+        and keys.dim == values.dim
+        and keys.dim in _DENSE_DIMS
+        and {q.dtype, keys.dtype, values.dtype} in ({mx.float16}, {mx.bfloat16})
+    )
+
+
+def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array | None) -> PackedRows:
+    """Some heads of one batch row, to be read once `after` is there."""
+
+    def cut(array):
+        if array is None:
+            return None
+        array = array[batch_row : batch_row + 1, heads]
+        return array if after is None else mx.depends(array, after)
+
+    layout = Layout(*((field[batch_row],) for field in astuple(rows.layout)))
+    regions = None if rows.regions is None else Regions(*map(cut, rows.regions))
+    n_kv_heads = heads.stop - heads.start
+    return replace(rows, regions=regions, exact=cut(rows.exact), layout=layout, n_kv_heads=n_kv_heads)
+
+
+def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:
+    """Attention by MLX over rows that are decoded for some heads at a time, so that few decoded rows exist at once."""
+    batch, n_heads, _, dim = q.shape
+    n_kv, groups = keys.n_kv_heads, n_heads // keys.n_kv_heads
+    step = min(n_kv, max(1, _DENSE_BYTES // (2 * keys.layout.length * dim * q.dtype.size)))
+    out, part = [], None
+    for row in range(batch):
+        parts = []
+        for start in range(0, n_kv, step):
+            heads = slice(start, min(start + step, n_kv))
+            k, v = decode(*(_some_heads(rows, row, heads, part) for rows in (keys, values)))
+            queries = q[row : row + 1, heads.start * groups : heads.stop * groups]
+            part = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask)
+            parts.append(part)
+        out.append(mx.concatenate(parts, axis=1))
+    return mx.concatenate(out, axis=0)
+
+
 def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
     """Attention of some query rows; a causal mask lets the last of them see `last` columns."""
     device, format, layout = backend(), keys.format, keys.layout
     batch, n_heads, length, dim = q.shape
     value_dim, n_kv, dtype = values.dim, keys.n_kv_heads, q.dtype
     groups = n_heads // n_kv
-    rows = groups * length
-    per_item, tiles, splits = _launch_shape(device, layout, batch, n_kv, rows, dim, value_dim)
+    mma = _takes_mma(device, q, keys, values)
+    per_item, tiles, splits = _launch_shape(device, layout, batch, n_kv, groups * length, dim, value_dim, mma)
 
     kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
     if isinstance(mask, str):
@@ -435,46 +521,62 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         mask_array = _padded(mask)
     capacities = _capacities(keys)
     params = _params(
+        layout,
         *(groups, length, last if kind == 1 else layout.length, *capacities[:2], splits, tiles, capacities[2]),
         *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
     )
-    consts = _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)
-    k_signs, v_signs = keys.signs, values.signs
     v_codes, v_plane, _, v_scale, _, _, v_exact = _row_inputs(values)
-    partial, softmax = _launch(
-        "attend",
-        [
-            *(q, *_row_inputs(keys), v_codes, v_plane, v_scale, v_exact),
-            *(mask_array, *k_signs, mix_rows(dim), _info(layout), params, consts),
-        ],
-        _shape_template(
-            *(format, dim, value_dim),
-            T=dtype,
-            MASK=kind,
-            SOFTCAP=softcap is not None,
-            DENORMAL=self_test(device).denormal,
-            R=per_item,
-        ),
-        [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
-        [mx.float32, mx.float32],
-        (tiles * splits, n_kv, batch),
+    k_mix, v_mix = mix_rows(dim), mix_rows(value_dim)
+    program = _attend_program(
+        *(mma, format, (batch, n_heads, length, dim), value_dim, n_kv, dtype, splits, tiles, per_item),
+        *(kind, softcap is not None, sinks is not None, self_test(device).denormal),
     )
-    return _launch(
-        "merge",
-        [
-            *(partial, softmax, _nothing() if sinks is None else _padded(sinks)),
-            *(v_signs[0], mix_rows(value_dim), params, consts),
-        ],
-        _template(T=dtype, DV=value_dim, SINKS=sinks is not None, NSG=NSG),
-        [(batch, n_heads, length, value_dim)],
-        [dtype],
-        (batch * n_heads * length, 1, 1),
-    )[0]
+    return program(
+        *(q, *_row_inputs(keys), v_codes, v_plane, v_scale, v_exact, mask_array, *keys.signs, k_mix),
+        *(_nothing() if sinks is None else _padded(sinks), values.signs[0], v_mix),
+        *(params, _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _attend_program(
+    mma: bool, format: TQFormat, shape: tuple, value_dim: int, n_kv: int, dtype: mx.Dtype, splits: int, tiles: int,
+    per_item: int, kind: int, softcap: bool, sinks: bool, denormal: bool,
+):  # fmt: skip
+    """attend and merge as one function of their inputs; a step's own is compiled, which makes the call cheaper."""
+    batch, n_heads, length, dim = shape
+    rows = n_heads // n_kv * length
+    attend_template = _shape_template(
+        *(format, dim, value_dim), T=dtype, MASK=kind, SOFTCAP=softcap, DENORMAL=denormal, R=per_item
+    )
+    merge_template = _template(T=dtype, DV=value_dim, SINKS=sinks, NSG=NSG)
+
+    def run(*inputs):
+        *inputs, sink_logits, v_signs, v_mix, params, consts = inputs
+        partial, softmax = _launch(
+            "attend_mma" if mma else "attend",
+            [*inputs, params, consts],
+            attend_template,
+            [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
+            [mx.float32, mx.float32],
+            (tiles * splits * (NSG if mma else 1), n_kv, batch),
+        )
+        return _launch(
+            "merge",
+            [partial, softmax, sink_logits, v_signs, v_mix, params, consts],
+            merge_template,
+            [(batch, n_heads, length, value_dim)],
+            [dtype],
+            (batch * n_heads * length * NSG, 1, 1),
+        )[0]
+
+    # Masks are arrays of a new shape at each step, prompts have many lengths: those would be traced every time.
+    return _compile(run) if length <= _MAX_STEP and kind < 2 else run
 
 
 def _pair_params(keys: mx.array, pages: int) -> mx.array:
     batch, heads, length, _ = keys.shape
-    return _params(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
+    return _fixed_params(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
 
 
 def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> tuple[mx.array, mx.array]:
@@ -574,8 +676,10 @@ def decode(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
         "decode",
         [
             *(*_row_inputs(keys), v_codes, v_plane, v_scale, v_exact, *keys.signs, mix_rows(dim)),
-            *(values.signs[0], mix_rows(values.dim), _info(keys.layout)),
-            _params(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0),
+            *(values.signs[0], mix_rows(values.dim)),
+            _params(
+                keys.layout, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0
+            ),
             _consts(keys.format, dim, values.dim, (keys.dtype, values.dtype), 1.0, None),
         ],
         _shape_template(keys.format, dim, values.dim, KT=keys.dtype, VT=values.dtype),

@@ -1,7 +1,10 @@
 """The ways to compute attention over packed rows. Every test that takes `path` runs on each of them."""
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
+
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # NVIDIA: float32 products of MLX ops as exact as elsewhere
 
 import mlx.core as mx
 import msl
@@ -39,6 +42,8 @@ def running_kernels():
         return
     found, real = kernels.backend, kernels.mx.fast.metal_kernel
     msl.install()
+    kernels._compile = lambda run: run  # the runner wants arrays with values
+    kernels._attend_program.cache_clear()
     kernels.backend = lambda: "metal"
     kernels._kernel.cache_clear()
     kernels._tests["metal"] = kernels.SelfTest(None, True, None)
@@ -46,6 +51,8 @@ def running_kernels():
         yield
     finally:
         kernels.backend = found
+        kernels._compile = mx.compile
+        kernels._attend_program.cache_clear()
         kernels._kernel.cache_clear()
         kernels._tests.clear()
         mx.fast.metal_kernel = real

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import ops
 from oracle import (
+    TIGHT,
     attention64,
     bits_of,
     build_rows,
@@ -18,7 +19,7 @@ from oracle import (
     to64,
 )
 
-from mlx_tq import TQFormat, attention, decode_keys, decode_values, encode_keys, encode_values
+from mlx_tq import TQFormat, attention, decode_keys, decode_values, encode_keys, encode_values, kernels
 from mlx_tq.codec import Layout, PackedRows
 from mlx_tq.packing import Regions, region_shapes
 
@@ -32,7 +33,6 @@ FORMATS = {
     "raw values": TQFormat(2, 16, qjl=True),
 }
 # The least error of float32 arithmetic on scores of about unit scale.
-TIGHT = 2e-6
 
 
 def encode(k, v, format="k4v4", layer_index=0):
@@ -379,8 +379,9 @@ def test_scores_that_change_along_the_sequence(path, shape):
 @pytest.mark.parametrize("spread", (1, 100))
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
 @pytest.mark.parametrize("format", ("k4v4", "tq3"))
-def test_half_precision_queries(path, dtype, spread, format):
+def test_half_precision_queries(path, monkeypatch, dtype, spread, format):
     """Our error is at most twice that of half-precision attention over the same decoded rows."""
+    monkeypatch.setattr(kernels, "_has_mma", lambda device: False)  # whose bounds are in test_mma.py
     q, k, v = inputs(B, H, 2, L, S, dtype=dtype)
     q = q * spread
     keys, values = encode(k, v, format)
@@ -660,3 +661,29 @@ def test_fused_require_names_the_reason_on_the_cpu():
 
 def test_the_function_is_public():
     assert attention is sys.modules["mlx_tq"].attention
+
+
+# ------------------------------------------------------------------ rows decoded first
+
+
+@pytest.mark.parametrize("bytes_at_a_time", (1, 1 << 30))
+@pytest.mark.parametrize("mask", (None, "causal"))
+@pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
+def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch, dtype, mask, bytes_at_a_time):
+    """Heads one by one and all at once; some rows are exact, some packed, in two unlike batch rows."""
+    monkeypatch.setattr(kernels, "_DENSE_BYTES", bytes_at_a_time)
+    monkeypatch.setattr(kernels, "_attend_part", None)  # which would launch attend
+    layout = Layout((0, 0), (4, 2), (64, 96), (72, 42))
+    format = TQFormat(3, 2, centered_keys=True, page=32)
+    make = lambda kind, s: poison_rows(  # noqa: E731
+        build_rows(kind, [normal(s + b, 1, 3, 140, 64, dtype=dtype) for b in range(2)], format, layout)
+    )
+    keys, values = make("keys", 1), make("values", 5)
+    q = normal(9, 2, 6, 100, 64, dtype=dtype)
+    want = attention64(q, decode64(keys), decode64(values), 0.125, mask)
+    half = max_error(plain(q, keys, values, 0.125, np_causal(100, 140) if mask else None, dtype=dtype), want)
+    assert max_error(attention(q, keys, values, scale=0.125, mask=mask), want) <= 2 * half
+
+
+def np_causal(length, total):
+    return mx.array(np.tril(np.ones((length, total), bool), k=total - length))

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(kernels.backend() is not None, reason="the runne
 
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 
+BLOCK = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+
 # file, text, replacement, and which occurrence of the text (from 0).
 BUGS = {
     # barriers
@@ -58,31 +60,31 @@ BUGS = {
     "signs of the keys for the values": ("merge.metal", "head / G", "head % G", 0),
     "splits overlap": ("attend.metal", "begin = split * share", "begin = split * (share - 1)", 0),
     "last split is cut": ("attend.metal", "(blocks + splits - 1) / splits", "blocks / splits", 0),
-    "merge skips the last split": ("merge.metal", "s = 0; s < splits", "s = 0; s + 1 < splits", 0),
+    "merge skips the last split": ("merge.metal", "s = sg; s < splits", "s = sg; s + 1 < splits", 0),
     "an output coordinate is never written": ("merge.metal", "int i = lane; i < DV; i += 32) out[", "int i = lane; i + 1 < DV; i += 32) out[", 0),
     "a partial result is never written": ("attend.metal", "vl * CV < DV && row < rows", "vl * CV + CV < DV && row < rows", 0),
     "rows past the last are written": ("attend.metal", "vl * CV < DV && row < rows", "vl * CV < DV", 0),
     # masks
-    "causal off by one": ("attend.metal", "column <= columns - L + row / G", "column < columns - L + row / G", 0),
-    "causal lets one too many through": ("attend.metal", "column <= columns - L + row / G", "column <= columns - L + 1 + row / G", 0),
+    "causal off by one": ("tq.h", "column <= columns - params[1] + row / G", "column < columns - params[1] + row / G", 0),
+    "causal lets one too many through": ("tq.h", "column <= columns - params[1] + row / G", "column <= columns - params[1] + 1 + row / G", 0),
     "blocks are skipped too early": ("attend.metal", "> last_seen) continue", ">= last_seen) continue", 0),
-    "tail of the last block is seen": ("attend.metal", "bool seen = token < live;", "bool seen = token <= live;", 0),
-    "mask of the first head": ("attend.metal", "* size_t(params[9])", "* 0", 0),
-    "mask of the first row": ("attend.metal", "* size_t(params[10])", "* 0", 0),
-    "mask read past its end": ("attend.metal", "min(column, columns - 1)", "(column + 64)", 0),
-    "bool mask inverted": ("attend.metal", "bool(mask[at])", "!bool(mask[at])", 0),
-    "additive mask taken for bool": ("attend.metal", "s += float(mask[at])", "seen = seen && mask[at]", 0),
-    "minus infinity counts": ("attend.metal", "!(s == -INFINITY)", "true", 0),
+    "tail of the last block is seen": ("attend.metal", "s, token < live,", "s, token <= live,", 0),
+    "mask of the first head": ("tq.h", "* size_t(params[9])", "* 0", 0),
+    "mask of the first row": ("tq.h", "* size_t(params[10])", "* 0", 0),
+    "mask read past its end": ("tq.h", "min(column, columns - 1)", "(column + 64)", 0),
+    "bool mask inverted": ("tq.h", "bool(mask[at])", "!bool(mask[at])", 0),
+    "additive mask taken for bool": ("tq.h", "s += float(mask[at])", "seen = seen && mask[at]", 0),
+    "minus infinity counts": ("tq.h", "!(s == -INFINITY)", "true", 0),
     # softmax
     "accumulator is not rescaled": ("attend.metal", "fma(acc[r * CV + e], shrink,", "fma(acc[r * CV + e], 1.0f,", 0),
     "sum is not rescaled": ("attend.metal", "fma(denominator[r], shrink, p)", "denominator[r] + p", 0),
     "maximum starts at zero": ("attend.metal", "top[r] = LOWEST;", "top[r] = 0.0f;", 0),
     "no maximum": ("attend.metal", "max(top[r], simd_max(", "max(top[r], 0.0f * simd_max(", 0),
     "splits merged without their maximum": ("merge.metal", "exp2(softmax[(row * splits + s) * 2] - top)", "1.0f", 0),
-    "natural instead of base 2": ("attend.metal", "s *= LOG2E;", "", 0),
+    "natural instead of base 2": ("tq.h", "s *= LOG2E;", "", 0),
     "sink is forgotten": ("merge.metal", "SINKS && lane == 0 ?", "false ?", 0),
     "sink counted by every lane": ("merge.metal", "SINKS && lane == 0", "SINKS", 0),
-    "soft-cap after the mask": ("attend.metal", "if (SOFTCAP) s = consts[1] * tanh(s / consts[1]);", "", 0),
+    "soft-cap after the mask": ("tq.h", "if (SOFTCAP) s = softcap * tanh(s / softcap);", "", 0),
     "accumulator is not initialised": ("attend.metal", "acc[r * CV + e] = 0.0f;", "", 0),
     # decoding
     "swapped halves of a word": ("tq.h", "low = float(both.x);\n    high = float(both.y);", "low = float(both.y);\n    high = float(both.x);", 0),
@@ -97,8 +99,31 @@ BUGS = {
     "residual norm is forgotten": ("attend.metal", "sums[r] + residual * sums", "sums[r] + sums", 0),
     "unset sign bits count 0": ("attend.metal", "start_sum[QJL ? R + r : 0] = -sum;", "start_sum[QJL ? R + r : 0] = 0.0f;", 0),
     "query is not rotated": ("attend.metal", "hadamard<D>(rotated + r * D, k_mix, lane);", "", 0),
-    "result is not rotated back": ("merge.metal", "hadamard<DV>(out_row, v_mix, lane);", BARRIER, 0),
+    "result is not rotated back": ("merge.metal", "hadamard<DV>(sums, v_mix, lane);", BARRIER, 0),
     "pointer without an address space": ("tq.h", "thread const float* a, thread", "const float* a, thread", 0),
+    "no barrier before shares are added": ("merge.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
+    # matrix units
+    "queries are read before they are rotated": ("attend_mma.metal", BLOCK, "", 0),
+    "fragments are read before they are written": ("attend_mma.metal", BLOCK, "", 1),
+    "sums overwrite fragments in use": ("attend_mma.metal", BLOCK, "", 2),
+    "sums are read before they are written": ("attend_mma.metal", BLOCK, "", 3),
+    "room for the sums only": ("attend_mma.metal", "ROTATED + FRAGMENTS > SUMS ? ROTATED + FRAGMENTS : SUMS", "SUMS / 4", 0),
+    "unit of another row": ("attend_mma.metal", "row_unit[2 * t + i]", "row_unit[g]", 0),
+    "keys of the same block again": ("attend_mma.metal", "k_planes, next", "k_planes, start", 0),
+    "values of the same block again": ("attend_mma.metal", "v_planes, next", "v_planes, start", 0),
+    "mean of the first page only": ("attend_mma.metal", "block == begin || start % PAGE == 0", "block == begin", 0),
+    "accumulators keep the old unit": ("attend_mma.metal", "acc[i] *= smaller;", "", 0),
+    "accumulators keep the old maximum": ("mma.h", "acc[i] *= shrink[i % 2];", "", 0),
+    "weights are not transposed": ("attend_mma.metal", "transpose_8x8(pair_of<float16_t>(w[0], w[1]))", "pair_of<float16_t>(w[0], w[1])", 0),
+    "third bit one place off": ("mma.h", "to = place + 2", "to = place + 1", 0),
+    "halves of words swapped": ("mma.h", "upper ? a >> 16", "!upper ? a >> 16", 0),
+    "offset of the values is forgotten": ("attend_mma.metal", "-weight_sum[i % 2] * code_offset<VB, false>()", "0.0f", 0),
+    "exact keys past the live ones": ("attend_mma.metal", "min(token + 8, n_exact - 1)", "(token + 200)", 0),
+    "rows past the last are written too": ("attend_mma.metal", "if (first_row + column < rows) partial", "partial", 0),
+    "denominator of some tokens": ("attend_mma.metal", "denominator[0] = over_tokens_sum(denominator[0]);", "", 0),
+    "columns shuffled on one side": ("attend_mma.metal", "(column ^ (r & 7))] = acc", "column] = acc", 0),
+    "blocks are dropped too early": ("attend_mma.metal", "> last_seen) break", ">= last_seen) break", 0),
+    "shares of simdgroups overlap": ("attend_mma.metal", "(split * NSG + sg) * share", "(split * NSG + sg) * (share - 1)", 0),
     # encoding
     "ties go down": ("tq.h", "unit[n] >= table[16 + b]", "unit[n] > table[16 + b]", 0),
     "codes are not clamped": ("tq.h", "clamp(int(floor(unit[n] * table[c])) + HALF, 0, LAST)", "int(floor(unit[n] * table[c])) + HALF", 1),
@@ -149,6 +174,21 @@ def attend(format, dim, length, bound=4e-6, factor=1.0, shift=0.0, value_dim=Non
     got = to64(mlx_tq.attention(q, keys, values, scale=dim**-0.5, **options))
     want = attention64(q, decode64(keys), decode64(values), dim**-0.5, pad=keys.layout.pad, **options)
     return np.isfinite(got).all() and np.abs(got - want).max() < bound * max(1, factor, shift)
+
+
+def attend_mma(format, length, factor=1.0, **options):
+    """Scores that grow along the sequence, and scales of the values too."""
+    layout = Layout((0, 41), (2, 1), (160, 96), (33, 57))
+    grow = [mx.arange(1, n + 1)[:, None] / n for n in (195, 154)]
+    make = lambda kind, s: poison_rows(  # noqa: E731
+        build_rows(
+            kind, [(normal(s + b, 1, 2, len(g), 64) * g).astype(mx.float16) for b, g in enumerate(grow)], format, layout
+        )
+    )
+    keys, values, q = make("keys", 1), make("values", 5), normal(9, 2, 4, length, 64, dtype=mx.float16, factor=factor)
+    got = to64(mlx_tq.attention(q, keys, values, scale=0.125, **options))
+    want = attention64(q, decode64(keys), decode64(values), 0.125, pad=keys.layout.pad, **options)
+    return np.isfinite(got).all() and np.abs(got - want).max() < 2e-3
 
 
 def encode(format, dim, value_dim, dtype, rotated):
@@ -205,6 +245,10 @@ def probes(file):
         yield attend(DEFAULT, 64, 1, factor=20.0)
         yield attend(DEFAULT, 64, 1, sinks=mx.array([90.0, 80.0, 70.0, 60.0]))
         yield attend(DEFAULT, 64, 3, n_heads=2)
+    if file in ("attend_mma.metal", "mma.h"):
+        yield attend_mma(DEFAULT, 3, mask="causal")
+        yield attend_mma(TQFormat(3, 3, centered_keys=True, page=32), 1, factor=4.0)
+        yield attend_mma(DEFAULT, 100, mask="causal")
     if file == "decode.metal":
         yield dense(TQ3, 64)
         yield dense(LLOYD, 80)
@@ -222,12 +266,15 @@ def caught(file) -> str:
 def few_splits(monkeypatch):
     """Three splits, so that a simdgroup has several blocks and the merge several parts."""
     monkeypatch.setattr(kernels, "_WANTED_ITEMS", {"metal": 36})
+    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 1)
+    monkeypatch.setattr(kernels, "_DENSE_ROWS", 1 << 30)
+    monkeypatch.setattr(kernels, "_has_mma", lambda device: True)
     kernels._launch_shape.cache_clear()
     yield
     kernels._launch_shape.cache_clear()
 
 
-@pytest.mark.parametrize("file", ("encode.metal", "attend.metal", "decode.metal"))
+@pytest.mark.parametrize("file", ("encode.metal", "attend.metal", "attend_mma.metal", "decode.metal"))
 def test_the_kernels_as_they_are_pass(fused_kernels, few_splits, file):
     assert caught(file) == ""
 

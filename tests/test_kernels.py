@@ -8,7 +8,7 @@ import msl
 import numpy as np
 import pytest
 from conftest import fused, kernels_missing, running_kernels
-from oracle import attention64, build_rows, decode64, max_error, normal, poison_cache, poison_rows, same_bits
+from oracle import TIGHT, attention64, build_rows, decode64, max_error, normal, poison_cache, poison_rows, same_bits
 
 import mlx_tq
 from mlx_tq import TQFormat, TQKVCache, codec, kernels
@@ -107,7 +107,7 @@ def ragged(format, dim=64, seed=0):
     return poison_rows(make("keys", seed + 10)), poison_rows(make("values", seed + 20))
 
 
-def check(q, keys, values, bound=2e-6, **options):
+def check(q, keys, values, bound=TIGHT, **options):
     out = fused(q, keys, values, scale=q.shape[-1] ** -0.5, **options)
     want = attention64(q, decode64(keys), decode64(values), q.shape[-1] ** -0.5, pad=keys.layout.pad, **options)
     assert max_error(out, want) < bound * max(1, np.abs(want).max())

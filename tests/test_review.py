@@ -11,14 +11,13 @@ import mlx.core as mx
 import msl
 import numpy as np
 import pytest
-from oracle import attention64, decode64, max_error, normal
+from oracle import TIGHT, attention64, decode64, max_error, normal
 
 import mlx_tq
 from mlx_tq import TQFormat, TQKVCache, kernels
 from mlx_tq.codec import Layout, PackedRows
 from mlx_tq.view import TQView, views
 
-TOLERANCE = 2e-6
 runner_only = pytest.mark.skipif(kernels.backend() is not None, reason="about the runner, not a GPU")
 
 
@@ -96,7 +95,7 @@ def test_appending_no_tokens_changes_nothing(fused_kernels, format, before):
     k, v = cache.update_and_fetch(normal(3, 1, 2, 4, 64), normal(4, 1, 2, 4, 64))
     q = normal(5, 1, 4, 1, 64)
     want = attention64(q, decode64(k.rows), decode64(v.rows), 0.125)
-    assert max_error(mlx_tq.attention(q, k.rows, v.rows, scale=0.125), want) < TOLERANCE
+    assert max_error(mlx_tq.attention(q, k.rows, v.rows, scale=0.125), want) < TIGHT
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 64), (1, 0, 4, 64)])
@@ -128,14 +127,14 @@ def test_masks_of_few_elements_and_any_strides(path):
         additive.astype(mx.bfloat16).T[None, None],
         mx.broadcast_to(mx.array([[True], [False], [True]]), (3, 40)),
     ):
-        assert max_error(path(q, keys, values, scale=0.125, mask=mask), attention64(q, k, v, 0.125, mask)) < TOLERANCE
+        assert max_error(path(q, keys, values, scale=0.125, mask=mask), attention64(q, k, v, 0.125, mask)) < TIGHT
 
 
 def test_strided_queries(path):
     keys, values = packed()
     q = normal(3, 1, 3, 4, 64).swapaxes(1, 2)
     want = attention64(q, decode64(keys), decode64(values), 0.125)
-    assert max_error(path(q, keys, values, scale=0.125), want) < TOLERANCE
+    assert max_error(path(q, keys, values, scale=0.125), want) < TIGHT
 
 
 def test_more_causal_queries_than_columns(path):
@@ -143,7 +142,7 @@ def test_more_causal_queries_than_columns(path):
     q = normal(3, 1, 4, 9, 64)
     want = attention64(q, decode64(keys), decode64(values), 0.125, "causal")
     got = path(q, keys, values, scale=0.125, mask="causal")
-    assert max_error(got, want) < TOLERANCE
+    assert max_error(got, want) < TIGHT
     assert not np.array(got[:, :, :4]).any()
 
 
@@ -179,7 +178,7 @@ def test_long_prompts_take_several_launches(fused_kernels, monkeypatch, mask, le
     for rows in (1, 3):
         monkeypatch.setattr(kernels, "_MAX_SCORES", 4 * 5 * rows)
         launches.clear()
-        assert max_error(mlx_tq.attention(q, keys, values, scale=0.125, mask=mask), want) < 2 * TOLERANCE
+        assert max_error(mlx_tq.attention(q, keys, values, scale=0.125, mask=mask), want) < 2 * TIGHT
         assert launches.count("attend") == -(-length // rows)
 
 
@@ -204,7 +203,7 @@ def test_keys_and_values_of_different_formats(path):
     _, values = packed(format="k4v4")
     q = normal(3, 1, 4, 3, 64)
     want = attention64(q, decode64(keys), decode64(values), 0.125)
-    assert max_error(path(q, keys, values, scale=0.125), want) < TOLERANCE
+    assert max_error(path(q, keys, values, scale=0.125), want) < TIGHT
 
 
 def test_different_formats_are_explained_and_cannot_be_required(fused_kernels):

@@ -230,3 +230,25 @@ MSL_RT void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_mat
                                const simdgroup_matrix<B, 8, 8>& b, MSL_LINE) {
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<float, 8, 8>(0.0f), _line);
 }
+
+// ---------------------------------------------------------------- tiles of 16 x 16, 16 x 8 and 8 x 8
+
+// Not Metal's: NVIDIA's mma.m16n8k16 and movmatrix, which kernels/cuda.h gives these names.
+template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint* a, thread const uint* b, MSL_LINE) {
+  struct Words {
+    uint word[6];
+  };
+  auto all = _msl::exchange(Words{a[0], a[1], a[2], a[3], b[0], b[1]}, "mma_16x8x16", _line);
+  const uint g = all.lane / 4, t = all.lane % 4;
+  const auto number = [&](uint from, uint word, uint k) MSL_LAMBDA {
+    return (float)as_type<T>((ushort)(all[4 * from + k % 8 / 2].word[word] >> k % 2 * 16));
+  };
+  for (uint i = 0; i < 4; ++i)
+    for (uint k = 0; k < 16; ++k)
+      c[i] += number(g, i / 2 + k / 8 * 2, k) * number(2 * t + i % 2, 4 + k / 8, k);
+}
+MSL_RT uint transpose_8x8(uint x, MSL_LINE) {
+  auto all = _msl::exchange(x, "transpose_8x8", _line);
+  const uint g = all.lane / 4, t = all.lane % 4, low = all[8 * t + g / 2], high = all[8 * t + 4 + g / 2];
+  return (low >> g % 2 * 16 & 0xFFFFu) | (high >> g % 2 * 16) << 16;
+}
