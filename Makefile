@@ -3,6 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 JOBS ?= 2
+AGX ?= $(HOME)/.cache/mlx-tq/agx
 
 # MLX's back end: part of it on macOS, an extra on Linux. `make test DEVICE=cpu` chooses by hand.
 ifeq ($(shell uname -s),Linux)
@@ -11,13 +12,15 @@ endif
 comma := ,
 WITH_DEVICE := $(if $(DEVICE),$(comma)$(DEVICE))
 
-.PHONY: help demo test test-slow lint wheel clean
+.PHONY: help demo test test-slow test-archs lint agx wheel clean
 
 help:
 	@echo "make demo       a small model over its own cache and over a compressed one"
 	@echo "make test       the tests (JOBS=$(JOBS) at a time)"
 	@echo "make test-slow  all tests, also those that take minutes"
+	@echo "make test-archs every architecture of mlx-lm, as tiny models"
 	@echo "make lint       ruff, formatting included"
+	@echo "make agx        what the kernels cost on Apple's instruction set (Linux and root only; AGX=folder of the compiler)"
 	@echo "make wheel      wheel and source archive in dist/"
 	@echo "make clean      removes $(VENV), dist and caches"
 
@@ -30,9 +33,16 @@ test: $(VENV)/test.stamp
 test-slow: $(VENV)/test.stamp
 	@$(PYTHON) -m pytest -q -n $(JOBS) -m ""
 
+test-archs: $(VENV)/test.stamp
+	@$(PYTHON) -m pytest -q -n $(JOBS) -m archs tests/test_archs.py
+
 lint: $(VENV)/dev.stamp
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
+
+agx: $(VENV)/demo.stamp
+	@test -x "$(AGX)/root/src/mesa/build/src/asahi/clc/asahi_clc" || sh benchmarks/agx/build.sh "$(AGX)"
+	@$(PYTHON) benchmarks/agx/agx.py --agx "$(AGX)" --out benchmarks/results/agx.csv
 
 wheel: $(VENV)/dev.stamp
 	@rm -rf dist
