@@ -7,13 +7,14 @@ one model, importing this file registers our classes for the second.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from .batch import TQBatchKVCache
 from .cache import TQKVCache
-from .format import TQFormat
+from .format import RAW_BITS, TQFormat
 from .view import install_hook, remove_hook
 
 try:
@@ -31,8 +32,8 @@ _LEFT_ALONE = {
     "RotatingKVCache": "a sliding window, bounded already",
     "ChunkedKVCache": "chunked attention, bounded already",
     "ArraysCache": "recurrent state, no keys and values",
-    "CacheList": "several caches in one",
 }
+_NO_LIMIT = "compressed caches keep every token; leave it out, or call mlx_tq.disable(model)"
 
 # Enabled models by id: modules are dicts and cannot be hashed.
 _enabled: dict[int, weakref.ref] = {}
@@ -40,31 +41,48 @@ _enabled: dict[int, weakref.ref] = {}
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one cache of a model: `format` is None where it is left as it is, and `reason` says why."""
+    """What becomes of one cache of a model.
+
+    Attributes:
+        index: the cache's place in the model's list; those of one CacheList share it.
+        cache: class name of mlx-lm's cache.
+        format: the TQFormat, or None where the cache is left as it is.
+        reason: why it is left as it is.
+        latent: whether the keys are the latent of multi-head latent attention, which are its values too.
+    """
 
     index: int
     cache: str
     format: TQFormat | None
     reason: str = ""
+    latent: bool = False
 
     def describe(self) -> str:
+        """One line: the cache, and its format or the reason."""
         if self.format is None:
             return f"{self.cache}, left as it is: {self.reason}"
+        if self.latent:
+            packed = replace(self.format, value_bits=self.format.key_bits).describe()
+            return f"{self.cache}, latent compressed once as key and value: {packed}; rope key not quantised"
         return f"{self.cache}, compressed: {self.format.describe()}"
 
 
 class Plan(tuple):
-    """One LayerPlan per cache of the model. As a context manager it disables the model on leaving."""
+    """One LayerPlan per cache. As a context manager it undoes its `enable` on leaving: an earlier one counts again."""
 
     _model = None
+    _outer: _MakeCache | None = None
 
     def __str__(self) -> str:
+        layers: dict[int, str] = {}
+        for entry in self:
+            layers[entry.index] = " + ".join(filter(None, (layers.get(entry.index), entry.describe())))
         lines, start = [], 0
-        for i, entry in enumerate(self):
-            if i + 1 < len(self) and self[i + 1].describe() == entry.describe():
+        for i, text in layers.items():
+            if layers.get(i + 1) == text:
                 continue
             span = f"layer {start}" if start == i else f"layers {start}-{i}"
-            lines.append(f"{span}: {entry.describe()}")
+            lines.append(f"{span}: {text}")
             start = i + 1
         return "\n".join(lines)
 
@@ -72,8 +90,11 @@ class Plan(tuple):
         return self
 
     def __exit__(self, *exc) -> None:
-        if self._model is not None:
-            disable(self._model)
+        if self._model is None or id(self._model) not in _enabled:
+            return  # disabled in between
+        disable(self._model)
+        if self._outer is not None:
+            _install(self._model, self._outer)
 
 
 def _need_mlx_lm() -> None:
@@ -104,17 +125,52 @@ def _take_override(model) -> _MakeCache | None:
     return override
 
 
-def _compress(caches: list, format: TQFormat, fused: str) -> tuple[list, list[LayerPlan]]:
-    out, plans = [], []
-    for i, cache in enumerate(caches):
+def _latent_format(format: TQFormat) -> TQFormat | None:
+    """The format of a latent, which is key and value, with the rope key as values; None where one stays exact.
+
+    It has the bits of whichever gets more, without what values cannot have: page means and the sign sketch.
+    """
+    if RAW_BITS in (format.key_bits, format.value_bits):
+        return None
+    bits = min(4, max(format.key_bits + format.qjl, format.value_bits))
+    return replace(format, key_bits=bits, value_bits=RAW_BITS, qjl=False, centered_keys=False)
+
+
+def _has(layer, prefix: str) -> bool:
+    """Whether a layer, or a module in it, has a submodule whose name starts so."""
+    return hasattr(layer, "modules") and any(name.startswith(prefix) for m in layer.modules() for name in m)
+
+
+def _compress(model, caches: list, format: TQFormat, fused: str) -> tuple[list, list[LayerPlan]]:
+    plans = []
+    layers = list(getattr(model, "layers", None) or ())
+
+    def compressed(i: int, cache, place: int = 0):
         name = type(cache).__name__
-        if type(cache) is _mlx_lm_cache.KVCache:
-            cache = TQKVCache(format, layer_index=i, fused=fused)
-            plans.append(LayerPlan(i, name, format))
-        else:
-            plans.append(LayerPlan(i, name, None, _LEFT_ALONE.get(name, "not a plain KVCache")))
-        out.append(cache)
-    return out, plans
+        if type(cache) is _mlx_lm_cache.CacheList:
+            return type(cache)(*(compressed(i, inner, place) for place, inner in enumerate(cache.caches)))
+        layer = layers[i] if len(layers) == len(caches) else None
+        latent = _has(layer, "embed_q")
+        mine = _latent_format(format) if latent else format
+        reason = ""
+        if type(cache) is not _mlx_lm_cache.KVCache:
+            reason = _LEFT_ALONE.get(name, "not a plain KVCache")
+        elif place and _has(layer, "index"):
+            reason = "keys of an indexer, no values"
+        elif mine is None:
+            reason = "the latent is key and value, and the format keeps one of them exact"
+        if reason:
+            plans.append(LayerPlan(i, name, None, reason))
+            return cache
+        plans.append(LayerPlan(i, name, mine, latent=latent))
+        return TQKVCache(mine, layer_index=i, fused=fused)
+
+    return [compressed(i, cache) for i, cache in enumerate(caches)], plans
+
+
+def _refuse_limit(max_kv_size: int | None) -> None:
+    if max_kv_size is not None:
+        raise ValueError(f"max_kv_size must be None, got {max_kv_size}: {_NO_LIMIT}")
 
 
 class _MakeCache:
@@ -132,14 +188,20 @@ class _MakeCache:
         return twin
 
     def __call__(self) -> list:
-        return _compress(_stock_caches(self.model()), self.format, self.fused)[0]
+        # mlx-lm drops max_kv_size for models that have a make_cache, as ours now does: read it where it was given.
+        caller = sys._getframe(1)
+        if caller.f_code is _mlx_lm_cache.make_prompt_cache.__code__:
+            _refuse_limit(caller.f_locals["max_kv_size"])
+        model = self.model()
+        return _compress(model, _stock_caches(model), self.format, self.fused)[0]
 
 
 def enable(model, format: TQFormat | str | None = None, *, fused: str = "auto", verbose: bool = False) -> Plan:
     """Makes every mlx-lm entry point use compressed caches for `model`; returns the plan, layer by layer.
 
     Caches that are not plain KV caches (sliding windows, recurrent state) are left as they are; the plan says which.
-    Usable as a context manager. Enabling again replaces the format.
+    Usable as a context manager. Enabling again replaces the format, until the inner context is left. mlx-lm's
+    `max_kv_size` is refused with a ValueError while the model is enabled: these caches keep every token.
 
     Args:
         model: a model loaded by mlx-lm.
@@ -155,21 +217,24 @@ def enable(model, format: TQFormat | str | None = None, *, fused: str = "auto", 
     _need_mlx_lm()
     format = TQFormat.resolve(format)
     plan = Plan(_plan(model, format, fused))
-    plan._model = model
-    install_hook()
-    _take_override(model)
-    model.make_cache = _MakeCache(model, format, fused)
-    key = id(model)
-    _enabled[key] = weakref.ref(model, lambda _: _enabled.pop(key, None))
+    plan._model, plan._outer = model, _take_override(model)
+    _install(model, _MakeCache(model, format, fused))
     if verbose:
         print(plan)
     return plan
 
 
+def _install(model, override: _MakeCache) -> None:
+    install_hook()
+    model.make_cache = override
+    key = id(model)
+    _enabled[key] = weakref.ref(model, lambda _: _enabled.pop(key, None))
+
+
 def _plan(model, format: TQFormat, fused: str) -> list[LayerPlan]:
     if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise ValueError(f"model must be an mlx-lm language model, got {type(model).__name__}")
-    return _compress(_stock_caches(model), format, fused)[1]
+    return _compress(model, _stock_caches(model), format, fused)[1]
 
 
 def disable(model) -> None:
@@ -180,13 +245,17 @@ def disable(model) -> None:
         remove_hook()
 
 
-def make_prompt_cache(model, format: TQFormat | str | None = None, *, fused: str = "auto") -> list:
+def make_prompt_cache(
+    model, format: TQFormat | str | None = None, *, max_kv_size: int | None = None, fused: str = "auto"
+) -> list:
     """Compressed caches for one sequence, for those who pass `prompt_cache=` themselves; the model is not changed.
 
-    Raises ValueError for an unknown format or a model that makes no caches, ImportError without mlx-lm.
+    Raises ValueError for an unknown format, a model that makes no caches or a max_kv_size, which mlx-lm's function has
+    and compressed caches cannot honour; ImportError without mlx-lm.
     """
     _need_mlx_lm()
+    _refuse_limit(max_kv_size)
     format = TQFormat.resolve(format)
     _plan(model, format, fused)
     install_hook()
-    return _compress(_stock_caches(model), format, fused)[0]
+    return _compress(model, _stock_caches(model), format, fused)[0]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mlx.core as mx
 
 from . import kernels
 from .attention import attention
 from .codec import PackedRows, decode_keys, decode_values
+from .format import RAW_BITS
 
 _original = None
 
@@ -45,7 +47,8 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
     fused = keys.fused != "never" and keys.layout.length and kernels.reason(keys.dim, values.dim) is None
-    fused = fused and kernels.decode_fits(keys)
+    # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
+    fused = fused and kernels.decode_fits(keys) and values.format.value_bits != RAW_BITS
     dense = kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
     out = tuple(TQView(array) for array in dense)
     out[0].rows, out[1].rows = keys, values
@@ -82,8 +85,17 @@ def hook_installed() -> bool:
 
 
 def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **other):
-    keys, values = k.rows, v.rows
+    keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)
     if other or (keys.kind, values.kind) != ("keys", "values") or keys.layout != values.layout:
         return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
     with nullcontext() if stream is None else mx.stream(stream):
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _key_and_value(keys: PackedRows) -> tuple[PackedRows, PackedRows]:
+    """Packed keys that are the values too, as the latent of MLA is: the same codes mean the same rows as either."""
+    format = keys.format
+    if keys.kind != "keys" or format.qjl or format.centered_keys or format.key_bits == RAW_BITS:
+        return keys, keys  # not alike: these are decoded
+    keys = replace(keys, format=replace(format, value_bits=format.key_bits))
+    return keys, replace(keys, kind="values")

@@ -1,4 +1,5 @@
 import copy
+import functools
 import gc
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
+from archs import configs
 from oracle import attention64, decode64, max_error, normal, to64
 
 import mlx_tq
@@ -15,7 +17,14 @@ from mlx_tq.view import hook_installed, remove_hook
 mlx_lm = pytest.importorskip("mlx_lm")
 from mlx_lm import generate, stream_generate  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
-from mlx_lm.models.cache import KVCache, make_prompt_cache  # noqa: E402
+from mlx_lm.models.cache import (  # noqa: E402
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
 remove_hook()  # other modules may have used a cache already
 STOCK = mx.fast.scaled_dot_product_attention
@@ -169,6 +178,34 @@ def test_enabling_twice_replaces_the_format():
     assert mx.fast.scaled_dot_product_attention is STOCK
 
 
+def test_leaving_an_inner_context_restores_the_outer():
+    model = tiny_model()
+    with mlx_tq.enable(model, "k4v4", fused="never"):
+        with mlx_tq.enable(model, "tq3"):
+            assert make_prompt_cache(model)[0].format == TQFormat.preset("tq3")
+        cache = make_prompt_cache(model)[0]
+        assert (cache.format, cache.fused) == (TQFormat.preset("k4v4"), "never") and hook_installed()
+        with mlx_tq.enable(model, "tq3"):
+            mlx_tq.disable(model)
+        assert type(make_prompt_cache(model)[0]) is KVCache
+    assert "make_cache" not in model.__dict__ and mx.fast.scaled_dot_product_attention is STOCK
+
+
+def test_a_limit_of_tokens_is_refused_while_enabled():
+    model = tiny_model("qwen3")  # mlx-lm itself drops the limit of a model with a make_cache
+    with mlx_tq.enable(model):
+        for make in (
+            lambda: make_prompt_cache(model, 64),
+            lambda: make_prompt_cache(model, max_kv_size=64),
+            lambda: greedy(model, prompt(4), 1, max_kv_size=64),
+            lambda: mlx_tq.make_prompt_cache(model, max_kv_size=64),
+        ):
+            with pytest.raises(ValueError, match=r"max_kv_size must be None, got 64: .*mlx_tq\.disable"):
+                make()
+        assert type(make_prompt_cache(model)[0]) is TQKVCache
+    assert [type(c) for c in make_prompt_cache(model, 64)] == [RotatingKVCache] * 3
+
+
 def test_two_models():
     one, two = tiny_model(), tiny_model(seed=1)
     mlx_tq.enable(one, "k4v4")
@@ -272,6 +309,95 @@ def test_a_plan_reads_well(capsys):
     lines = str(plan).splitlines()
     assert len(lines) == 4 and "RotatingKVCache, left as it is" in lines[0] and "compressed: K4/V4" in lines[1]
     assert str(mlx_tq.enable(tiny_model())).startswith("layers 0-2: KVCache, compressed")
+
+
+# ------------------------------------------------------------------ latent attention and lists of caches
+
+
+@pytest.fixture(scope="module")
+def build():
+    """Models of `configs`, each built once."""
+    return functools.cache(configs.build)
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"), [("default", 4), ("tq3", 3), (TQFormat(2, 4, qjl=True), 4), (TQFormat(4, 4, qjl=True), 4)]
+)
+def test_a_latent_is_stored_once(build, format, bits):
+    model = build("deepseek_v3")
+    with mlx_tq.enable(model, format) as plan:
+        (cache, *_) = caches = make_prompt_cache(model)
+    assert all(entry.latent and entry.format == c.format for entry, c in zip(plan, caches, strict=True))
+    assert (cache.format.key_bits, cache.format.value_bits) == (bits, 16)
+    assert not cache.format.qjl and not cache.format.centered_keys
+    assert "latent compressed once as key and value" in str(plan) and "rope key not quantised" in str(plan)
+
+
+@pytest.mark.parametrize("format", [TQFormat(16, 4), TQFormat(4, 16)])
+def test_a_latent_half_of_which_is_to_stay_exact_is_left_alone(build, format):
+    (entry, *_) = mlx_tq.enable(build("deepseek_v3"), format)
+    mlx_tq.disable(build("deepseek_v3"))
+    assert entry.format is None and "keeps one of them exact" in entry.reason
+
+
+def test_attention_to_a_latent_against_the_oracle(build, monkeypatch):
+    """Decode attends to the packed latent as key and value, with the rope key's scores as its mask."""
+    model, calls = build("deepseek_v3"), []
+    attend = mlx_tq.view.attention
+
+    def recorded(q, keys, values, **options):
+        calls.append(((q, keys, values), options, attend(q, keys, values, **options)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr(mlx_tq.view, "attention", recorded)
+    caches = mlx_tq.make_prompt_cache(model, TQFormat(centered_keys=True, window=0, sinks=2, page=32))
+    ids = np.random.default_rng(3).integers(1, 60, 80)
+    logits(model, ids, caches, [77, 1, 1, 1])
+    assert len(calls) == 3 * len(caches) and max(caches[0].rows[0].layout.packed) > 60
+    for (q, keys, values), options, got in calls:
+        assert keys.regions is values.regions and options["mask"].shape[-1] == keys.shape[2]
+        latent = decode64(keys)
+        want = attention64(q, latent, latent, **options)
+        np.testing.assert_allclose(to64(got), want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_a_rope_key_is_not_quantised(build, dtype):
+    (cache, *_) = mlx_tq.make_prompt_cache(build("deepseek_v3"), "k4v4")
+    rope = normal(1, 1, 1, 70, 16, dtype=dtype)
+    _, got = cache.update_and_fetch(normal(2, 1, 1, 70, 64, dtype=dtype), rope)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(to64(got), to64(rope), rtol=0, atol=8 * mx.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("name", "second"), [("longcat_flash", TQKVCache), ("deepseek_v32", KVCache)])
+def test_the_life_of_a_list_of_caches(build, name, second, tmp_path):
+    model, path = build(name), str(tmp_path / "prompt.safetensors")
+    ids = [np.random.default_rng(seed).integers(1, 60, 50 + 9 * seed) for seed in range(3)]
+    with mlx_tq.enable(model, "k4v4") as plan:
+        alone = [make_prompt_cache(model) for _ in ids]
+    reasons = {entry.reason for entry in plan if entry.format is None}
+    assert reasons == (set() if second is TQKVCache else {"keys of an indexer, no values"})
+    for tokens, caches in zip(ids, alone, strict=True):
+        assert all(type(c) is CacheList and [type(x) for x in c.caches] == [TQKVCache, second] for c in caches)
+        assert sum(c.nbytes for c in caches) == 0
+        logits(model, tokens, caches)
+        assert all(c.nbytes == sum(inner.nbytes for inner in c.caches) > 0 for c in caches)
+    batch = [CacheList.merge(list(pair)) for pair in zip(*alone[:2], strict=True)]
+    for cache, third in zip(batch, alone[2], strict=True):
+        cache.extend(CacheList.merge([third]))
+        cache.filter(mx.array([2, 0]))
+    token = mx.array([[7], [7]])
+    got = model(token, cache=batch)
+    for row, sequence in enumerate((2, 0)):
+        extracted = [cache.extract(row) for cache in batch]
+        save_prompt_cache(path, alone[sequence])
+        for caches in (alone[sequence], load_prompt_cache(path)):
+            want = model(token[:1], cache=caches)
+            assert cosine(got[row], want[0]).min() > 0.999
+            assert all(cache.trim(1) == 1 for cache in caches)
+        assert all(cache.trim(1) == 1 for cache in extracted)
+        assert cosine(model(token[:1], cache=extracted)[0], want[0]).min() > 0.999
 
 
 # ------------------------------------------------------------------ the hook
