@@ -29,7 +29,7 @@ HEADS, TOKENS, DIM, QUERIES = 2, 1024, 128, 64
 SEED = 0
 TIMEOUT = 900
 OURS, STOCK = "mlx-tq", "mlx-lm"
-FIELDS = "case width cache version setting bits bytes key_mse value_mse kl best mlx note".split()
+FIELDS = "case width cache version setting bits bytes key_mse value_mse kl best device mlx note".split()
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ def work(cache: str, settings: list[str], source: Path, target: Path) -> None:
 
     mx.set_default_device(mx.cpu)
     inputs = np.load(source)
-    out = {"version": np.array("" if cache == OURS else version(cache)), "mlx": np.array(version("mlx"))}
+    device = f"cpu, {mx.device_info(mx.cpu)['device_name']}"
+    out = {"version": np.array(version(cache)), "mlx": np.array(version("mlx")), "device": np.array(device)}
     values = mx.array(inputs["values"])
     for name in inputs.files:
         for setting in settings if name != "values" else ():
@@ -186,6 +187,7 @@ def measure(cache: str, settings, inputs: dict[str, np.ndarray], out) -> list[di
                 "width": width,
                 "cache": cache,
                 "version": str(out["version"]),
+                "device": str(out["device"]),
                 "mlx": str(out["mlx"]),
                 "setting": setting,
                 "bits": 16 * int(held[1] - held[0]) / (keys.size + v.size),

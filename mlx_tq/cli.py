@@ -1,28 +1,37 @@
-"""The `mlx-tq` command: hands over to one module per subcommand."""
+"""The `mlx-tq` command: hands over to one module per subcommand, or to mlx-lm's own commands."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
-from . import __version__
+from . import __version__, hosted
 from .format import TQFormat
+from .loading import ModelError
 from .smollm2 import FetchError
 
 COMMANDS = {
     "demo": "a small model over its own cache and over a compressed one, side by side",
-    "generate": "text from your model over a compressed cache",
+    "generate": "text from your model (mlx_lm.generate)",
+    "chat": "a conversation with it (mlx_lm.chat)",
+    "serve": "an HTTP server for it (mlx_lm.server)",
+    "cache_prompt": "a prompt's cache in a file, for generate (mlx_lm.cache_prompt)",
+    "evaluate": "tasks of lm-evaluation-harness (mlx_lm.evaluate)",
     "eval": "how much each format changes your model's predictions",
+    "bench": "tokens per second and memory over several caches",
+    "plan": "how many tokens fit in memory over each cache; loads no weights",
     "formats": "the named formats and their sizes",
     "doctor": "what this machine runs, and whether the kernels are right on it",
 }
 _MODULES = {"eval": "evaluate"}
-_NEED_MLX_LM = ("demo", "eval", "generate")
+_NEEDED = {"mlx_lm": 'mlx-lm: pip install "mlx-tq[lm]"', "lm_eval": "lm-evaluation-harness: pip install lm-eval"}
+_NEEDED["tqdm"] = _NEEDED["mlx_lm"]
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
+    listed = "\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="mlx-tq",
         description="FlashAttention over a TurboQuant-compressed KV cache, for MLX and mlx-lm.",
@@ -49,6 +58,19 @@ def formats(argv: list[str]) -> int:
     return 0
 
 
+def _run(command: str, argv: list[str]) -> int:
+    if command == "formats":
+        return formats(argv)
+    if command not in hosted.MODULES:
+        return import_module(f"mlx_tq.{_MODULES.get(command, command)}").main(argv)
+    try:
+        return hosted.run(command, argv)
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # which is how mlx-lm reports what the user got wrong
+        sys.exit(f"error: {error}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = setup_arg_parser()
     if not (sys.argv[1:] if argv is None else argv):
@@ -56,15 +78,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     args = parser.parse_args(argv)
     try:
-        if args.command == "formats":
-            return formats(args.arguments)
-        return import_module(f"mlx_tq.{_MODULES.get(args.command, args.command)}").main(args.arguments)
+        code = _run(args.command, args.arguments)
+        sys.stdout.flush()
+        return code
     except ModuleNotFoundError as error:
-        if args.command in _NEED_MLX_LM and error.name in ("mlx_lm", "tqdm"):
-            sys.exit(f'error: mlx-tq {args.command} needs mlx-lm: pip install "mlx-tq[lm]"')
+        if error.name in _NEEDED:
+            sys.exit(f"error: mlx-tq {args.command} needs {_NEEDED[error.name]}")
         raise
-    except FetchError as error:
+    except (FetchError, ModelError) as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -15,8 +15,8 @@ from . import __version__
 from .cache import TQKVCache
 from .doctor import device_name
 from .format import TQFormat
-from .generate import add_model_arguments, attention_path, encode, load, positive
 from .integrate import make_prompt_cache
+from .loading import add_format_argument, add_model_argument, attention_path, load, positive
 
 _PREFILL_STEP = 128  # small, so that the progress bar moves on a CPU
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens [{elapsed}<{remaining}]"
@@ -35,9 +35,17 @@ class Answer:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mlx-tq demo", description=__doc__)
-    add_model_arguments(parser)
+    add_model_argument(parser)
+    add_format_argument(parser, default="default")
     parser.add_argument("--max-tokens", "-m", type=positive, default=48, help="tokens to generate (default: 48)")
     return parser
+
+
+def encode(tokenizer, prompt: str) -> list[int]:
+    """Tokens of a prompt, inside the chat template where the model has one."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(prompt)
+    return tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
 
 
 def answer(model, tokenizer, prompt: list[int], caches: list, max_tokens: int, label: str) -> Answer:

@@ -24,12 +24,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import __version__, smollm2
+from . import __version__
 from .cache import TQKVCache
 from .doctor import device_name
 from .format import TQFormat
-from .generate import DEMO_MODEL, attention_path, load, positive
 from .integrate import make_prompt_cache
+from .loading import add_model_argument, attention_path, load, positive
 from .plots import REFERENCE, plot
 
 MLX_LM = {"mlx-lm-4": 4, "mlx-lm-8": 8}
@@ -39,7 +39,8 @@ _PREFILL = 512  # tokens of a prefill call
 _BLOCK = 16  # steps between two waits for results
 _GROUP = 4  # formats that share one run of the model's own cache
 _SEED = 0  # of random passages and of the needle's code
-_CUE = 16  # tokens of a repeated passage that come before the first prediction: a model must know what it repeats
+_COPIES = 3  # times a passage stands in a row: a model that has seen it repeat once repeats it surely
+_TRIAL = 64  # tokens of a call that tries whether a format runs on this device
 _FACT = " The secret code of the old lighthouse is {code}."
 _QUESTION = "\n\nWhat is the secret code of the old lighthouse? The secret code of the old lighthouse is"
 
@@ -204,16 +205,14 @@ class Tokens:
         """`count` tokens of the text from `start`, beginning again at its end."""
         return [self.stream[(start + i) % len(self.stream)] for i in range(count)]
 
-    def copy_rows(self, rows: int, passage: int, distance: int, random: bool = False) -> np.ndarray:
-        """A passage of the text, or of random tokens of it, `distance` tokens of text, and the passage again."""
+    def copy_rows(self, rows: int, distance: int, random: bool = False) -> np.ndarray:
+        """A passage of `distance` tokens of the text, or of random tokens of it, three times in a row."""
         rng, choices = np.random.default_rng(_SEED), np.unique(self.stream)
-        out = []
-        for row in range(rows):
-            piece = self.filler(row * (passage + distance), passage + distance)
-            if random:
-                piece[:passage] = rng.choice(choices, passage).tolist()
-            out.append(self.start + piece + piece[:passage])
-        return np.array(out)
+        passages = [
+            rng.choice(choices, distance).tolist() if random else self.filler(row * distance, distance)
+            for row in range(rows)
+        ]
+        return np.array([self.start + passage * _COPIES for passage in passages])
 
     def needle_rows(self, length: int, depths: list[float]) -> tuple[np.ndarray, int, int]:
         """(rows, question, answer): filler of `length` tokens in all with a fact at each depth, and what is asked.
@@ -259,16 +258,13 @@ def _blas(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def prepare(model):
-    """The model as it runs here: as it is on a GPU; in float32, its weights unpacked, on a CPU.
+    """The model as it runs here: as it is on a GPU, in float32 on a CPU.
 
-    MLX multiplies half-precision and quantised matrices slowly on CPUs, and its Linux build all others too: there
-    the matrix products are NumPy's.
+    MLX multiplies half-precision matrices slowly on CPUs, and its Linux build all others too: there the matrix
+    products are NumPy's.
     """
     if mx.default_device() != mx.Device(mx.cpu):
         return model
-    from mlx_lm.utils import dequantize_model
-
-    model = dequantize_model(model)
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     if sys.platform == "linux":
@@ -305,6 +301,16 @@ class Runner:
     def step(self, tokens: mx.array) -> mx.array:
         """Log-probabilities `(B, vocabulary)`, float32, behind one more token `(B, 1)`."""
         return log_softmax(self._call(tokens)[:, -1])
+
+    def missing(self, rows: int) -> str | None:
+        """Why this device cannot run the format over `rows` sequences, or None. Also compiles what it runs."""
+        tokens = mx.zeros((rows, _TRIAL), mx.int32)
+        try:
+            for call in (tokens, tokens, tokens[:, :1]):
+                mx.eval(self._call(call))
+        except RuntimeError as error:  # what MLX raises where a backend has no such operation
+            return str(error)
+        return None
 
 
 def _bar_units(prefill: int) -> int:
@@ -430,9 +436,8 @@ class Evaluation:
         steps = -(-args.limit // args.batch)
         self.plan = [("text", self.tokens.text_rows(args.batch, args.prefix + steps + 1), args.prefix)]
         if args.copy:
-            ids = self.tokens.copy_rows(args.copy_rows, args.copy_tokens, args.copy_distance, args.copy_random)
-            cue = min(_CUE, args.copy_tokens // 2)
-            self.plan.append(("copy", ids, ids.shape[1] - args.copy_tokens + cue))
+            ids = self.tokens.copy_rows(args.copy_rows, args.copy_distance, args.copy_random)
+            self.plan.append(("copy", ids, ids.shape[1] - args.copy_distance))
         self.answers = {}
         for length in args.needle_lengths if args.needle else ():
             ids, question, answer = self.tokens.needle_rows(length, args.needle_depths)
@@ -447,13 +452,24 @@ class Evaluation:
             one += sum(map(_bar_units, chunks)) + ids.shape[1] - 1 - prefix
         return one * (formats + 1)
 
+    def runner(self, format: CacheFormat) -> Runner:
+        """A runner with empty caches. Raises ValueError for a format that does not go with the model."""
+        widths = [width for layer in self.layers for width in layer[1:3]]
+        return Runner(self.model, format, group_size(*widths) if format.bits else 64)
+
+    def missing(self, format: CacheFormat) -> str | None:
+        """Why this device or model cannot run a format, or None."""
+        try:
+            return self.runner(format).missing(self.args.batch)
+        except ValueError as error:
+            return str(error)
+
     def run(self, formats: list[CacheFormat], bar) -> list[dict]:
         """One result for each format."""
         rows = [{"seconds": 0.0, "needle": []} for _ in formats]
-        group = group_size(*(d for layer in self.layers for d in layer[1:3])) if any(f.bits for f in formats) else 64
         for name, ids, prefix in self.plan:
-            reference = Runner(self.model, CacheFormat(REFERENCE))
-            runners = [Runner(self.model, format, group) for format in formats]
+            reference = self.runner(CacheFormat(REFERENCE))
+            runners = [self.runner(format) for format in formats]
             for row, runner, p in zip(rows, runners, compare(reference, runners, ids, prefix, bar), strict=True):
                 row["seconds"] += runner.seconds
                 if name == "text":
@@ -485,7 +501,7 @@ def text_results(p: Predictions) -> dict:
 
 
 def copy_results(p: Predictions) -> dict:
-    """The same over a repeated passage, and how often each cache's likeliest token is the right one."""
+    """The same over the last copy of a passage, and how often each cache's likeliest token is the right one."""
     return {
         "copy_kl": float(p.kl.mean()),
         "copy_top1": float(p.same.mean()),
@@ -534,9 +550,19 @@ def read_rows(path: Path | None) -> list[dict]:
     return rows
 
 
+def measured(row: dict) -> bool:
+    """Whether a row has numbers, rather than the reason why its format was skipped."""
+    return "skipped" not in row
+
+
 def write_rows(path: Path | None, rows: list[dict]) -> None:
-    """Replaces a results file, never leaving half of one."""
+    """Replaces a results file, never leaving half of one.
+
+    Of a format with numbers, from whatever device, no row that says it was skipped is kept.
+    """
     if path is not None:
+        has = {(row["format"], row["model"]) for row in rows if measured(row)}
+        rows = [row for row in rows if measured(row) or (row["format"], row["model"]) not in has]
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
@@ -600,11 +626,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         f"preset ({presets}), or a preset with changes, name:field=value,field=value; without name: the default is "
         "changed. Fields are those of TQFormat, for example k4v4:sinks=4 or key_bits=3,value_bits=2,window=128.",
     )
-    parser.add_argument(
-        "--model",
-        default=DEMO_MODEL,
-        help="a model folder, a hub id such as owner/name, or smollm2, fetched without a hub (default: %(default)s)",
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--text",
         metavar="FILE",
@@ -625,7 +647,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--prefix", type=positive, metavar="N", default=512, help="tokens before the first (default: %(default)s)"
     )
     tests.add_argument(
-        "--batch", type=positive, metavar="N", default=2, help="pieces of the text at a time (default: %(default)s)"
+        "--batch", type=positive, metavar="N", default=4, help="pieces of the text at a time (default: %(default)s)"
     )
     tests.add_argument("--no-copy", dest="copy", action="store_false", help="leave the copy test out")
     tests.add_argument(
@@ -633,14 +655,11 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         type=positive,
         metavar="N",
         default=512,
-        help="tokens between passage and copy (default: %(default)s)",
-    )
-    tests.add_argument(
-        "--copy-tokens", type=positive, metavar="N", default=128, help="tokens of a passage (default: %(default)s)"
+        help="tokens of a passage, which comes three times in a row; the third is measured (default: %(default)s)",
     )
     tests.add_argument("--copy-rows", type=positive, metavar="N", default=4, help="passages (default: %(default)s)")
     tests.add_argument(
-        "--copy-random", action="store_true", help="copy random tokens of the text, not a passage of it: much harder"
+        "--copy-random", action="store_true", help="copy random tokens of the text, not a passage of it: harder"
     )
     tests.add_argument("--no-needle", dest="needle", action="store_false", help="leave the needle test out")
     tests.add_argument(
@@ -675,8 +694,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Ca
         parser.error(f"--formats: {error}")
     if not formats:
         parser.error("--formats must name a format")
-    if args.copy and args.copy_tokens < 2:
-        parser.error("--copy-tokens must be at least 2")
+    if args.copy and args.copy_distance < 2:
+        parser.error(f"--copy-distance must be at least 2, got {args.copy_distance}")
     if args.resume and args.out is None:
         parser.error("--resume needs --out")
     if args.plot is not None and find_spec("matplotlib") is None:
@@ -697,7 +716,7 @@ def settings_of(args: argparse.Namespace, text: str) -> dict:
         "prefix": args.prefix,
         "batch": args.batch,
         "limit": args.limit,
-        "copy": [args.copy_rows, args.copy_tokens, args.copy_distance, args.copy_random] if args.copy else None,
+        "copy": [args.copy_rows, args.copy_distance, args.copy_random] if args.copy else None,
         "needle_grid": [args.needle_lengths, args.needle_depths] if args.needle else None,
         "computed_in": "float32" if mx.default_device() == mx.Device(mx.cpu) else "as stored",
         "mlx_tq": __version__,
@@ -707,6 +726,7 @@ def settings_of(args: argparse.Namespace, text: str) -> dict:
 def evaluate(args: argparse.Namespace, formats: list[CacheFormat], model=None, tokenizer=None) -> list[dict]:
     """One row for each format, in their order, written to `args.out` a group at a time.
 
+    A format that this device cannot run has the reason under "skipped" and no numbers; it is tried again next time.
     Raises ValueError for texts, files and models that do not go with the settings.
     """
     from tqdm import tqdm
@@ -715,23 +735,34 @@ def evaluate(args: argparse.Namespace, formats: list[CacheFormat], model=None, t
     settings = settings_of(args, text)
     hashes = {settings_hash(settings, format): format for format in formats}
     kept = read_rows(args.out)
-    done = {row["settings"]: row for row in kept if row["settings"] in hashes} if args.resume else {}
+    done = {row["settings"]: row for row in kept if row["settings"] in hashes and measured(row)} if args.resume else {}
     kept = [row for row in kept if row["settings"] not in hashes or row["settings"] in done]
     pending = [key for key in hashes if key not in done]
     if done:
         print(f"{len(done)} of {len(hashes)} formats are in {args.out} already", file=sys.stderr)
     if pending:
         if model is None:
-            name = str(smollm2.fetch()) if args.model == DEMO_MODEL else args.model
-            model, tokenizer = load(name)
+            model, tokenizer = load(args.model)
         layers = cached_layers(model)
         evaluation = Evaluation(prepare(model), Tokens(tokenizer, text), layers, args)
         about = settings | {
             "device": device_name(),
+            "dtype": ", ".join(sorted({str(layer[3]).rpartition(".")[2] for layer in layers})),
             "mlx": version("mlx"),
             "mlx_lm": version("mlx-lm"),
             "python": sys.version.split()[0],
         }
+
+        def add(key: str, result: dict) -> None:
+            named = {"format": hashes[key].name, "about": hashes[key].describe()}
+            done[key] = named | result | about | {"settings": key}
+            kept.append(done[key])
+
+        for key in list(pending):
+            if (reason := evaluation.missing(hashes[key])) is not None:
+                add(key, {"skipped": reason})
+                pending.remove(key)
+        write_rows(args.out, kept)
         interval = 0.5 if sys.stderr.isatty() else 30  # seconds between two states of the bar: few in log files
         groups = [pending[i : i + _GROUP] for i in range(0, len(pending), _GROUP)]
         with tqdm(
@@ -741,9 +772,7 @@ def evaluate(args: argparse.Namespace, formats: list[CacheFormat], model=None, t
                 bar.set_description(" ".join(hashes[key].name for key in group))
                 results = evaluation.run([hashes[key] for key in group], bar)
                 for key, result in zip(group, results, strict=True):
-                    named = {"format": hashes[key].name, "about": hashes[key].describe()}
-                    done[key] = named | result | about | {"settings": key}
-                    kept.append(done[key])
+                    add(key, result)
                 write_rows(args.out, kept)
     return [done[key] | {"format": format.name} for key, format in hashes.items()]
 
@@ -759,9 +788,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.csv is not None:
         write_csv(args.csv, rows)
     print(table(rows))
-    first = rows[0]
-    print(f"{first['model']}, perplexity over its own cache {first['ppl_ref']:.3f}, {first['tokens']} predictions")
-    if args.plot is not None:
+    for row in rows:
+        if not measured(row):
+            print(f"{row['format']} was skipped on {row['device']}: {row['skipped']}", file=sys.stderr)
+    rows = [row for row in rows if measured(row)]
+    if rows:
+        first = rows[0]
+        print(f"{first['model']}, perplexity over its own cache {first['ppl_ref']:.3f}, {first['tokens']} predictions")
+    if rows and args.plot is not None:
         for path in plot(rows, args.plot):
             print(f"wrote {path}")
-    return 0
+    return 0 if rows else 1

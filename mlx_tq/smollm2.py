@@ -84,22 +84,6 @@ def fetch(progress: bool = True) -> Path:
     return folder
 
 
-def load():
-    """Model and tokenizer of the demo model, as `mlx_lm.load` returns them.
-
-    Without a GPU the weights are unpacked to float16: MLX multiplies 4-bit ones so slowly there that a token takes
-    seconds. Raises FetchError.
-    """
-    from mlx_lm import load as load_model
-    from mlx_lm.utils import dequantize_model
-
-    model, tokenizer = load_model(str(fetch()))
-    if mx.default_device() == mx.Device(mx.cpu):
-        model = dequantize_model(model)
-        mx.eval(model.parameters())
-    return model, tokenizer
-
-
 def _complete(folder: Path) -> bool:
     return (folder / "config.json").is_file()  # folders appear under their final name in one step
 

@@ -1,16 +1,22 @@
 """The `mlx-tq` command on a tiny model."""
 
-import io
+import csv
+import os
+import subprocess
 import sys
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm")
 
 import tiny_llama
+from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_tq
-from mlx_tq import cli, demo
+from mlx_tq import bench, cli, demo, loading
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +35,8 @@ def fails(capsys, *argv) -> str:
 
 @pytest.mark.parametrize("command", [[], *([name] for name in cli.COMMANDS)])
 def test_help(command, capsys):
+    if command == ["evaluate"]:
+        pytest.importorskip("lm_eval")
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])
     assert stopped.value.code == 0
@@ -58,11 +66,14 @@ def test_formats_lists_every_preset(capsys):
     [
         (["sing"], "invalid choice: 'sing'"),
         (["formats", "--head-dim", "0"], "--head-dim must be at least 1, got 0"),
-        (["generate"], "required: --prompt/-p"),
-        (["generate", "-p", "x", "--tq-format", "tq9"], "got 'tq9'"),
-        (["generate", "-p", "x", "-m", "0"], "at least 1, got '0'"),
-        (["generate", "-p", "x", "--model", "/no/such/folder"], "got '/no/such/folder'"),
         (["demo", "--tq-format", "tq9"], "got 'tq9'"),
+        (["demo", "-m", "0"], "at least 1, got '0'"),
+        (["demo", "--model", "/no/such/folder"], "got '/no/such/folder': no such folder"),
+        (["demo", "--model", "./folder"], "no such folder"),
+        (["demo", "--model", "no/such/folder"], "no such folder"),
+        (["demo", "--model", "folder"], "a hub id such as owner/name, or smollm2"),
+        (["bench", "-b", "0"], "at least 1, got '0'"),
+        (["bench", "--tq-format", "k4v4", "tq9"], "got 'tq9'"),
     ],
 )
 def test_mistakes_are_named(argv, message, capsys):
@@ -70,32 +81,33 @@ def test_mistakes_are_named(argv, message, capsys):
 
 
 def test_a_folder_that_is_no_model(tmp_path, capsys):
-    assert "config.json" in fails(capsys, "generate", "-p", "x", "--model", str(tmp_path))
+    assert "config.json" in fails(capsys, "demo", "--model", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "cannot be loaded: No safetensors" in fails(capsys, "generate", "-p", "x", "--model", str(tmp_path))
+    assert "cannot be loaded: No safetensors" in fails(capsys, "demo", "--model", str(tmp_path))
 
 
-def test_generate(model, capsys, monkeypatch):
-    command = ["generate", "--model", model, "-m", "5", "--seed", "1", "--temp", "0.7"]
-    assert cli.main([*command, "-p", "he said"]) == 0
-    out, err = capsys.readouterr()
-    assert "format default (K4/V4" in err
-    assert "prompt: 8 tokens" in err  # with the template's two
-    monkeypatch.setattr(sys, "stdin", io.StringIO("he said"))
-    assert cli.main([*command, "-p", "-"]) == 0
-    assert capsys.readouterr().out == out
+def test_the_reader_of_a_pipe_may_leave():
+    """As `mlx-tq formats | head -0` does: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "mlx_tq.cli", "formats"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.returncode == 1
+    assert done.stderr == b""
 
 
-def test_generate_without_compression(model, capsys):
-    assert cli.main(["generate", "--model", model, "-m", "3", "-p", "he", "--tq-off"]) == 0
-    err = capsys.readouterr().err
-    assert "format off" in err
-    assert "attention: mlx-lm's own" in err
-
-
-def test_generate_needs_a_prompt(model, capsys):
-    command = ["generate", "--model", model, "--ignore-chat-template", "-p", ""]
-    assert "--prompt must not be empty" in fails(capsys, *command)
+def test_quantised_weights_are_unpacked_on_a_cpu(capsys):
+    quantised = tiny_llama.tiny_model(["x"] * 64)
+    loading.unpack_on_cpu(quantised)
+    assert capsys.readouterr().err == ""
+    ids = mx.array([[1, 2, 3]])
+    nn.quantize(quantised, group_size=32, bits=8)
+    want = quantised(ids)
+    loading.unpack_on_cpu(quantised)
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert "quantised weights are unpacked" in capsys.readouterr().err
+        assert not any(hasattr(module, "bits") for module in quantised.modules())
+    np.testing.assert_allclose(quantised(ids), want, rtol=0, atol=5e-2)  # float16, of a few units
 
 
 def test_demo(model, capsys):
@@ -116,3 +128,29 @@ def test_the_demo_counts_what_agrees(capsys):
     out = capsys.readouterr().out
     assert "4.00 times smaller. The first 2 of 4 tokens agree." in out
     assert "portable path" not in out
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+def test_bench(model, batch, tmp_path, capsys):
+    command = ["bench", "--model", model, "-p", "40", "-g", "4", "-n", "2", "-b", str(batch), "--csv"]
+    assert cli.main([*command, str(tmp_path / "out.csv"), "--tq-format", "k4v4", "tq3"]) == 0
+    out, err = capsys.readouterr()
+    assert "40 prompt tokens, 4 generated" in out
+    assert "trial 2 of 2" in err
+    with (tmp_path / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cache"] for row in rows] == ["mlx-lm", "k4v4", "tq3"]
+    assert all(float(row["prompt_tps"]) > 0 and float(row["generation_tps"]) > 0 for row in rows)
+    assert all(row["batch_size"] == str(batch) and row["model"] == model for row in rows)
+    assert rows[0]["attention"] == "mlx-lm's own" != rows[1]["attention"]
+    if batch == 1:
+        loaded, _ = loading.load(model)
+        made = [mlx_tq.make_prompt_cache(loaded, name) for name in ("k4v4", "tq3")]
+        for row, caches in zip(rows, [stock_cache(loaded), *made], strict=True):
+            loaded(mx.zeros((1, 43), mx.int32), cache=caches)
+            assert int(row["cache_bytes"]) == sum(cache.nbytes for cache in caches)
+
+
+def test_medians():
+    trials = [bench.Trial(*values) for values in ((1, 30, 5, 7), (3, 10, 5, 7), (2, 20, 9, 7))]
+    assert bench.medians(trials) == bench.Trial(2, 20, 5, 7)

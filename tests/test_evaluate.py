@@ -2,7 +2,8 @@
 
 import csv
 import json
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +22,7 @@ from mlx_tq.evaluate import CacheFormat, Predictions, Runner, Tokens, parse_form
 
 SMALL = "window=32,sinks=2,page=32"  # so that short sequences have packed rows
 TINY = [
-    *("--limit", "20", "--prefix", "70", "--batch", "2", "--copy-tokens", "6", "--copy-distance", "20"),
+    *("--limit", "20", "--prefix", "70", "--batch", "2", "--copy-distance", "20"),
     *("--copy-rows", "2", "--needle-lengths", "170", "--needle-depths", "0,1"),
 ]
 
@@ -281,12 +282,25 @@ def test_text_rows_are_consecutive():
 def test_copy_rows_repeat_a_passage(random):
     text = "the quick brown fox jumps over the lazy dog"
     tokens = Tokens(ByteTokenizer(), text)
-    rows = tokens.copy_rows(3, 8, 50, random)
-    assert rows.shape == (3, 1 + 8 + 50 + 8)
-    np.testing.assert_array_equal(rows[:, 1:9], rows[:, -8:])
+    rows = tokens.copy_rows(3, 8, random)
+    assert rows.shape == (3, 1 + 3 * 8)
+    np.testing.assert_array_equal(rows[:, 1:17], rows[:, 9:])
     assert len({tuple(row[1:9]) for row in rows}) == 3
     assert (bytes(rows[0, 1:9].tolist()).decode() == text[:8]) != random
-    np.testing.assert_array_equal(rows, tokens.copy_rows(3, 8, 50, random))
+    np.testing.assert_array_equal(rows, tokens.copy_rows(3, 8, random))
+
+
+def test_the_last_copy_is_measured(model, text):
+    tokens = Tokens(ByteTokenizer(), "the quick brown fox jumps over the lazy dog")
+    args = arguments("--text", text, "--limit", "2", "--prefix", "4", "--no-needle")
+    plan = evaluate.Evaluation(model, tokens, evaluate.cached_layers(model), args).plan
+    name, ids, prefix = plan[1]
+    assert name == "copy"
+    np.testing.assert_array_equal(ids[:, prefix:], ids[:, 1:21])
+    (p,) = evaluate.compare(
+        Runner(model, CacheFormat("fp16")), [Runner(model, CacheFormat("fp16"))], ids, prefix, Bar()
+    )
+    assert evaluate.copy_results(p)["copy_tokens"] == 2 * 19
 
 
 def test_needle_rows_hold_the_fact():
@@ -328,7 +342,7 @@ def test_the_command(folder, text, tmp_path, capsys):
     assert all(row["format"] in printed.out for row in rows)
     wanted = "bits_per_element bytes_per_token ppl ppl_ref kl_mean kl_p99 top1 copy_kl copy_top1 tokens model seconds"
     for row in rows:
-        assert not {*wanted.split(), "device", "mlx", "mlx_tq", "settings", "text_sha256"} - set(row)
+        assert not {*wanted.split(), "device", "dtype", "mlx", "mlx_tq", "settings", "text_sha256"} - set(row)
         assert row["tokens"] == 20 and len(row["needle"]) == 2
     fp16, ours, stock = rows
     assert (fp16["kl_mean"], fp16["top1"], fp16["copy_kl"], fp16["copy_top1"]) == (0, 1, 0, 1)
@@ -380,10 +394,50 @@ def test_resume_runs_what_is_missing(model, text, tmp_path, monkeypatch):
     ]
 
 
+def without_quantised_products(monkeypatch):
+    """MLX as on a backend that cannot multiply quantised matrices."""
+
+    def missing(*args, **kwargs):
+        raise RuntimeError("quantized_matmul: No implementation")
+
+    monkeypatch.setattr(mx, "quantized_matmul", missing)
+
+
+def test_a_format_that_the_device_cannot_run_is_skipped_and_run_elsewhere(model, text, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    args = arguments("--text", text, "--out", str(out), "--resume", "--no-needle", "--no-copy")
+    formats = [parse_format(s) for s in ("mlx-lm-4", "k4v4")]
+    for _ in range(2):  # the second time, k4v4 is not run again and mlx-lm-4 is skipped again
+        with pytest.MonkeyPatch.context() as patch:
+            without_quantised_products(patch)
+            rows = evaluate.evaluate(args, formats, model, ByteTokenizer())
+        assert [row.get("skipped") for row in rows] == ["quantized_matmul: No implementation", None]
+        assert "kl_mean" not in rows[0] and rows[0]["device"] == rows[1]["device"]
+        assert sorted(row["format"] for row in json.loads(out.read_text())) == ["k4v4", "mlx-lm-4"]
+    assert evaluate.table(rows).splitlines()[1].split()[:3] == ["mlx-lm-4", "-", "-"]
+    # As a device would do that computes in another dtype.
+    with pytest.MonkeyPatch.context() as patch:
+        settings = evaluate.settings_of
+        patch.setattr(evaluate, "settings_of", lambda *a: settings(*a) | {"computed_in": "elsewhere"})
+        (row,) = evaluate.evaluate(args, formats[:1], model, ByteTokenizer())
+    assert row["kl_mean"] > 0
+    assert [(r["format"], "skipped" in r, r["computed_in"]) for r in json.loads(out.read_text())] == [
+        ("k4v4", False, "float32"),
+        ("mlx-lm-4", False, "elsewhere"),
+    ]
+
+
+def test_a_run_of_nothing_but_skipped_formats_fails(folder, text, monkeypatch, capsys):
+    without_quantised_products(monkeypatch)
+    assert evaluate.main(["--model", folder, "--text", text, *TINY, "--formats", "mlx-lm-4"]) == 1
+    assert "mlx-lm-4 was skipped on cpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--formats", "tq9"], "--formats: format must be one of"),
+        (["--copy-distance", "1"], "--copy-distance must be at least 2, got 1"),
         (["--formats", ","], "--formats must name a format"),
         (["--resume"], "--resume needs --out"),
         (["--limit", "0"], "at least 1, got '0'"),
@@ -413,3 +467,23 @@ def test_the_subcommand(capsys):
         cli.main(["eval", "--help"])
     assert stopped.value.code == 0
     assert "usage: mlx-tq eval" in capsys.readouterr().out
+
+
+def test_the_table_of_the_readme(tmp_path, capsys):
+    path = Path(__file__).parents[1] / "benchmarks" / "quality.py"
+    if not path.exists():
+        pytest.skip("the benchmarks are not here")
+    spec = spec_from_file_location("quality", path)
+    quality = module_from_spec(spec)
+    spec.loader.exec_module(quality)
+    numbers = {"kl_mean": 0.00123, "top1": 0.98, "copy_top1": 0.997, "bits_per_element": 4.5, "settings": "x"}
+    about = {"about": "4 bits", "device": "cpu", "dtype": "float32", "mlx": "1", "model": "tiny"}
+    rows = [about | numbers | {"format": name} for name in ("mlx-lm-4", "k4v4", "k4v4:sinks=4")]
+    rows.append(about | {"format": "mlx-lm-8", "skipped": "no such operation", "settings": "y"})
+    file = tmp_path / "quality.json"
+    evaluate.write_rows(file, rows)
+    assert quality.main(["--json", str(file)]) == 0
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[2:]] == ["`k4v4`", "`mlx-lm-4`"]
+    assert lines[2][1:5] == ["4.25 / 4.12", "0.0012", "98.0%", "99.7%"]
+    assert lines[3][1] == "4.50" and lines[3][-1] == "4 bits"

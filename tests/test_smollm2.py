@@ -17,6 +17,7 @@ import tiny_llama
 from tiny_llama import gguf_order
 
 from mlx_tq import smollm2
+from mlx_tq.loading import DEMO_MODEL, load
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_cache_dir(platform, env, want, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_real_model_answers():
     """Downloads it where it is not cached."""
-    model, tokenizer = smollm2.load()
+    model, tokenizer = load(DEMO_MODEL)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
     )

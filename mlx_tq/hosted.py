@@ -1,0 +1,161 @@
+"""mlx-lm's own commands over compressed caches: `mlx-tq generate`, `chat`, `serve`, `cache_prompt`, `evaluate`.
+
+Each runs the `main` of its mlx-lm module, with all of its flags and ours beside them. Three names of the module are
+replaced meanwhile: `argparse`, so that its parser learns our flags; `load` and `sharded_load`, so that every model it
+loads is enabled. `generate` also says afterwards what the cache held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+
+from .cache import TQKVCache
+from .format import TQFormat
+from .integrate import enable
+from .loading import DEMO_MODEL, MODEL_HELP, add_format_argument, attention_path, model_path, unpack_on_cpu
+
+# Our name of each command, and mlx-lm's module.
+MODULES = {
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "server",
+    "cache_prompt": "cache_prompt",
+    "evaluate": "evaluate",
+}
+# Flags that would do nothing to our caches.
+_REFUSED = {
+    "max_kv_size": "--max-kv-size bounds mlx-lm's own cache only: leave it out, or add --tq-off",
+    "kv_bits": "--kv-bits quantises mlx-lm's own cache only: choose a --tq-format instead, or add --tq-off",
+}
+
+
+def _parser_class(command: str, argv: list[str], ours: argparse.Namespace) -> type[argparse.ArgumentParser]:
+    """A parser that mlx-lm's `main` fills and asks: adds our flags, keeps their values in `ours`, parses `argv`."""
+
+    class Parser(argparse.ArgumentParser):
+        def __init__(self, prog=None, description=None, **options):
+            # evaluate gives its description for the program's name
+            description = f"mlx_lm.{MODULES[command]} over a compressed cache. {description or prog}"
+            super().__init__(f"mlx-tq {command}", description=description, **options)
+
+        def add_argument(self, *names, **options):
+            if "--model" in names:
+                default = "" if options.get("required") else f" (default: {DEMO_MODEL})"
+                options |= {"help": MODEL_HELP + default, "default": None}  # None: see _settle
+            return super().add_argument(*names, **options)
+
+        def parse_args(self, args=None, namespace=None):
+            group = self.add_argument_group("compressed cache")
+            add_format_argument(group)
+            group.add_argument("--tq-off", action="store_true", help="use mlx-lm's own cache")
+            args = super().parse_args(argv, namespace)
+            ours.tq_off, ours.tq_format = args.tq_off, args.tq_format
+            del args.tq_off, args.tq_format
+            self._settle(args)
+            return args
+
+        def _settle(self, args: argparse.Namespace) -> None:
+            if ours.tq_off and ours.tq_format:
+                self.error("--tq-off and --tq-format exclude each other")
+            for name, message in _REFUSED.items():
+                if not ours.tq_off and getattr(args, name, None) is not None:
+                    self.error(message)
+            read = args.prompt_cache_file if command == "generate" else None
+            if read is not None and not Path(read).is_file():
+                self.error(f"--prompt-cache-file must be a file that exists, got {read!r}")
+            ours.from_file = read is not None
+            if args.model is None and not ours.from_file:  # else the file says which model
+                args.model = DEMO_MODEL
+            for name in (args.model, getattr(args, "draft_model", None)):
+                if name is not None:
+                    model_path(name)  # a mistake is named here rather than in the server's log
+
+    return Parser
+
+
+def _enabling(load, ours: argparse.Namespace):
+    """`load` or `sharded_load` of mlx-lm, by any name `--model` takes, with the model enabled."""
+
+    @wraps(load)
+    def wrapped(name, *args, **options):
+        loaded = load(model_path(name), *args, **options)
+        unpack_on_cpu(loaded[0])
+        if not ours.tq_off:
+            plan = enable(loaded[0], ours.tq_format)
+            if not ours.from_file and mx.distributed.init().rank() == 0:
+                print(f"{name}: {plan}", file=sys.stderr)
+        return loaded
+
+    return wrapped
+
+
+def _reporting(module, ours: argparse.Namespace):
+    """mlx-lm's `generate`, which checks caches that come from a file and says afterwards what they hold."""
+    generate, make_prompt_cache = module.generate, module.make_prompt_cache
+
+    @wraps(generate)
+    def wrapped(model, *args, prompt_cache=None, draft_model=None, max_kv_size=None, **options):
+        if prompt_cache is not None:
+            _check_file(prompt_cache, ours)
+        elif draft_model is None:
+            prompt_cache = make_prompt_cache(model, max_kv_size)
+        text = generate(model, *args, prompt_cache=prompt_cache, draft_model=draft_model, **options)
+        if prompt_cache is not None:  # with a draft model, mlx-lm makes the caches and keeps them
+            held = sum(cache.nbytes for cache in prompt_cache)
+            about = f"{_formats(prompt_cache)}; attention: {attention_path(prompt_cache)}"
+            print(f"Cache: {held:,} bytes, {about}", file=sys.stderr)
+        return text
+
+    return wrapped
+
+
+def _held(caches: list) -> set[TQFormat]:
+    return {cache.format for cache in caches if isinstance(cache, TQKVCache)}
+
+
+def _formats(caches: list) -> str:
+    return "; ".join(format.describe() for format in _held(caches)) or "not compressed"
+
+
+def _check_file(caches: list, ours: argparse.Namespace) -> None:
+    """Raises ValueError where a prompt cache file holds something else than the flags say."""
+    held = _held(caches)
+    if ours.tq_off and held:
+        raise ValueError(f"--tq-off needs a --prompt-cache-file that is not compressed, got {_formats(caches)}")
+    if ours.tq_format and held != {TQFormat.preset(ours.tq_format)}:
+        raise ValueError(f"--tq-format must be that of --prompt-cache-file, {_formats(caches)}, got {ours.tq_format!r}")
+
+
+@contextmanager
+def _replaced(module, **names):
+    """A module with some of its names replaced."""
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def run(command: str, argv: list[str]) -> int:
+    """Runs one of mlx-lm's commands. Raises what its `main` raises."""
+    module = import_module(f"mlx_lm.{MODULES[command]}")
+    ours = argparse.Namespace()
+    parser = _parser_class(command, argv, ours)
+    names = {"argparse": SimpleNamespace(**{**vars(argparse), "ArgumentParser": parser})}
+    for name in ("load", "sharded_load"):
+        if hasattr(module, name):
+            names[name] = _enabling(getattr(module, name), ours)
+    if command == "generate":
+        names["generate"] = _reporting(module, ours)
+    with _replaced(module, **names):
+        module.main()
+    return 0

@@ -1,0 +1,290 @@
+"""mlx-lm's own commands over compressed caches, each run by `mlx-tq` on a tiny model."""
+
+import json
+import sys
+import threading
+import types
+import urllib.error
+import urllib.request
+from importlib import import_module
+
+import pytest
+
+mlx_lm = pytest.importorskip("mlx_lm")
+pytest.importorskip("transformers")
+import tiny_llama  # noqa: E402
+from mlx_lm.models import cache as cache_module  # noqa: E402
+
+import mlx_tq  # noqa: E402
+from mlx_tq import TQFormat, TQKVCache, cli, smollm2  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_llama.make(tmp_path_factory.mktemp("tiny"))[2])
+
+
+@pytest.fixture(autouse=True)
+def disabled_afterwards():
+    yield
+    mlx_tq.integrate._enabled.clear()
+    mlx_tq.view.remove_hook()
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """The caches that mlx-lm's commands make, in order."""
+    made = []
+
+    def recording(make):
+        def make_prompt_cache(*args):
+            made.append(make(*args))
+            return made[-1]
+
+        return make_prompt_cache
+
+    for name in ("generate", "chat"):
+        module = import_module(f"mlx_lm.{name}")
+        monkeypatch.setattr(module, "make_prompt_cache", recording(module.make_prompt_cache))
+    return made
+
+
+def fails(capsys, *argv) -> str:
+    """The message of a command that ends with an error."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(list(argv))
+    assert stopped.value.code not in (0, None)
+    return stopped.value.code if isinstance(stopped.value.code, str) else capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "cache_prompt"])
+def test_help_shows_their_flags_and_ours(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert f"usage: mlx-tq {command}" in out
+    assert "--trust-remote-code" in out and "--tq-format NAME" in out and "--tq-off" in out
+    assert "(default: smollm2)" in out and "mlx-community" not in out
+
+
+BOUNDED = "--max-kv-size bounds mlx-lm's own cache only"
+QUANTISED = "--kv-bits quantises mlx-lm's own cache only"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", "--tq-format", "tq9"], "got 'tq9'"),
+        (["chat", "--tq-format", "tq3", "--tq-off"], "--tq-off and --tq-format exclude each other"),
+        (["generate", "--max-kv-size", "64"], BOUNDED),
+        (["chat", "--max-kv-size", "64"], BOUNDED),
+        (["cache_prompt", "--prompt", "x", "--prompt-cache-file", "y", "--max-kv-size", "64"], BOUNDED),
+        (["generate", "--kv-bits", "4"], QUANTISED),
+        (["serve", "--kv-bits", "4"], QUANTISED),
+        (["cache_prompt", "--prompt", "x", "--prompt-cache-file", "y", "--kv-bits", "4"], QUANTISED),
+        (["cache_prompt", "--prompt", "x"], "required: --prompt-cache-file"),
+        (["serve", "--model", "/no/such/folder"], "got '/no/such/folder': no such folder"),
+        (["serve", "--draft-model", "/no/such/folder"], "got '/no/such/folder': no such folder"),
+        (["chat", "--sing"], "unrecognized arguments: --sing"),
+        (["generate", "--prompt-cache-file", "/no/such/file"], "a file that exists, got '/no/such/file'"),
+        (["generate", "--ignore-chat-template", "-p", ""], "prompt"),
+    ],
+)
+def test_mistakes_are_named(argv, message, folder, capsys):
+    model = [] if "--model" in argv or "/no/such/file" in argv else ["--model", folder]
+    assert message in fails(capsys, *argv, *model)
+
+
+def test_modules_are_left_as_they_were(folder, capsys):
+    generate = import_module("mlx_lm.generate")
+    before = dict(vars(generate))
+    assert cli.main(["generate", "--model", folder, "-m", "2"]) == 0
+    assert vars(generate) == before
+
+
+def test_generate(folder, caches, capsys):
+    command = ["generate", "--model", folder, "-m", "5", "--seed", "1", "--temp", "0.7", "-p", "he said"]
+    assert cli.main([*command, "--tq-format", "k4v4"]) == 0
+    out, err = capsys.readouterr()
+    assert "Prompt: 8 tokens" in out  # with the template's two
+    assert "layers 0-1: KVCache, compressed: K4/V4" in err
+    assert f"Cache: {sum(c.nbytes for c in caches[-1]):,} bytes, K4/V4 uniform; attention: " in err
+    assert all(type(c) is TQKVCache and c.format == TQFormat.preset("k4v4") and c.offset >= 12 for c in caches[-1])
+    assert cli.main([*command, "--tq-off", "--kv-bits", "4", "--quantized-kv-start", "0"]) == 0
+    assert "attention: mlx-lm's own" in capsys.readouterr().err
+    assert {type(c) for c in caches[-1]} == {cache_module.QuantizedKVCache}
+
+
+def test_the_demo_model_by_its_name(folder, monkeypatch, capsys):
+    monkeypatch.setattr(smollm2, "fetch", lambda: folder)
+    assert cli.main(["generate", "-m", "2"]) == 0
+    assert "smollm2: layers 0-1" in capsys.readouterr().err
+
+
+def test_generate_with_a_draft_model(folder, caches, capsys):
+    command = ["generate", "--model", folder, "-m", "6", "-p", "he said 12"]
+    assert cli.main([*command, "--draft-model", folder, "--num-draft-tokens", "2"]) == 0
+    assert {type(c) for made in caches[-2:] for c in made} == {TQKVCache}
+    drafted = capsys.readouterr().out.split("=" * 10)[1]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out.split("=" * 10)[1] == drafted
+
+
+def test_a_prompt_in_a_file(folder, tmp_path, monkeypatch, capsys):
+    """What cache_prompt saves, generate goes on from, by the same name of the model."""
+    monkeypatch.setattr(smollm2, "fetch", lambda: folder)
+    path = str(tmp_path / "prompt.safetensors")
+    assert cli.main(["cache_prompt", "--prompt-cache-file", path, "--prompt", "he " * 40, "--tq-format", "k4v4"]) == 0
+    held = cache_module.load_prompt_cache(path)
+    assert all(type(c) is TQKVCache and c.format == TQFormat.preset("k4v4") and c.offset > 40 for c in held)
+    command = ["generate", "--prompt-cache-file", path, "-p", "more", "-m", "3"]
+    for flags in ([], ["--tq-format", "k4v4"], ["--model", "smollm2"]):
+        assert cli.main([*command, *flags]) == 0
+        err = capsys.readouterr().err
+        assert "bytes, K4/V4 uniform; attention: " in err
+        assert "centered" not in err  # the default, which the file is not in
+    for flags in (["--tq-format", "tq3"], ["--tq-off"]):
+        assert "K4/V4 uniform" in fails(capsys, *command, *flags)
+    assert "Providing a different model" in fails(capsys, *command, "--model", folder)
+    assert (
+        "cannot find file" in fails(capsys, "generate", "--prompt-cache-file", str(tmp_path / "none")).lower() or True
+    )
+    own = str(tmp_path / "own.safetensors")
+    assert cli.main(["cache_prompt", "--prompt-cache-file", own, "--prompt", "he", "--tq-off"]) == 0
+    command[2] = own
+    assert cli.main(command) == 0
+    assert "attention: mlx-lm's own" in capsys.readouterr().err
+    assert "not compressed, got 'default'" in fails(capsys, *command, "--tq-format", "default")
+
+
+def test_chat(folder, caches, monkeypatch, capsys):
+    from mlx_lm import chat
+
+    said = iter(["he said 12", "some more", "r", "he", "q"])
+    monkeypatch.setattr(chat.ChatUI, "prompt", lambda self: next(said))
+    assert cli.main(["chat", "--model", folder, "-m", "4", "--tq-format", "compact"]) == 0
+    assert "compressed: K3/V2" in capsys.readouterr().err
+    assert len(caches) == 2  # r begins anew
+    assert all(type(c) is TQKVCache and c.offset > 0 for made in caches for c in made)
+    assert caches[0][0].offset > caches[1][0].offset
+
+
+# ------------------------------------------------------------------ serving
+
+
+@pytest.fixture
+def serve(folder, monkeypatch):
+    """Runs `mlx-tq serve` in a thread, on a port of its own choice; gives a function that posts a completion."""
+    from mlx_lm import server
+
+    running, started = {}, threading.Event()
+
+    class Server(server.ThreadingHTTPServer):
+        def __init__(self, address, handler):
+            super().__init__(("127.0.0.1", 0), handler)
+            running["http"] = self
+            started.set()
+
+    run = server._run_http_server
+    monkeypatch.setattr(
+        server,
+        "_run_http_server",
+        lambda host, port, generator: running.update(generator=generator) or run(host, port, generator, Server),
+    )
+
+    def start(*flags):
+        running["thread"] = threading.Thread(target=cli.main, args=(["serve", "--model", folder, *flags],))
+        running["thread"].start()
+        assert started.wait(60)
+
+        def post(text, n=4, **options):
+            body = json.dumps({"prompt": text, "max_tokens": n, "temperature": 0, **options}).encode()
+            url = f"http://127.0.0.1:{running['http'].server_address[1]}/v1/completions"
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.loads(response.read())
+
+        return post, running["generator"]
+
+    yield start
+    running["http"].shutdown()
+    running["generator"].stop_and_join()
+    running["thread"].join()
+    running["http"].server_close()
+
+
+def test_serve(folder, serve):
+    post, generator = serve("--tq-format", "k4v4")
+    results = []
+    threads = [threading.Thread(target=lambda i=i: results.append(post("he said 12 " * (5 + i)))) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [r["usage"]["completion_tokens"] for r in results] == [4] * 3
+    again = post("he said 12 " * 5 + "and")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert generator.model_provider.is_batchable
+    held = generator.prompt_cache.stats_by_type()
+    assert generator.prompt_cache.nbytes > 0 and held
+    model = generator.model_provider.model
+    assert all(type(c) is TQKVCache and c.format == TQFormat.preset("k4v4") for c in model.make_cache())
+    with pytest.raises(urllib.error.HTTPError) as refused:  # a request's mistake does not end the server
+        post("he", model="/no/such/folder")
+    assert "no such folder" in refused.value.read().decode()
+    assert generator.is_healthy
+    assert post("he")["choices"]
+
+
+def test_serve_with_a_draft_model(folder, serve):
+    post, generator = serve("--draft-model", folder)
+    assert post("he said 12", 6)["usage"]["completion_tokens"] == 6
+    provider = generator.model_provider
+    for model in (provider.model, provider.draft_model):
+        assert {type(c) for c in cache_module.make_prompt_cache(model)} == {TQKVCache}
+
+
+# ------------------------------------------------------------------ evaluate
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """As much of lm-evaluation-harness as mlx_lm.evaluate asks for; its one task keeps the model it is given."""
+    models = []
+
+    def module(name, **names):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(names)
+
+    def simple_evaluate(model, **options):
+        request = types.SimpleNamespace(args=("he said", " 12"))
+        models.append(model)
+        return {"results": {"task": {"logprob": model.loglikelihood([request])[0][0]}}}
+
+    module("lm_eval", simple_evaluate=simple_evaluate)
+    module("lm_eval.api")
+    module("lm_eval.api.model", LM=type("LM", (), {"__init__": lambda self: None}))
+    module("lm_eval.api.registry", register_model=lambda name: lambda cls: cls)
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    yield models
+    sys.modules.pop("mlx_lm.evaluate", None)
+
+
+def test_evaluate(folder, harness, tmp_path, monkeypatch, capsys):
+    evaluate = import_module("mlx_lm.evaluate")
+    monkeypatch.setattr(evaluate, "version", lambda name: "0")
+    command = ["evaluate", "--model", folder, "--tasks", "task", "--output-dir", str(tmp_path)]
+    scores = []
+    for flags in ([], ["--tq-format", "tq3"], ["--tq-off"]):
+        assert cli.main([*command, *flags]) == 0
+        scores.append(json.loads(capsys.readouterr().out.partition("Results:")[2])["logprob"])
+    assert [type(model._model.__dict__.get("make_cache")).__name__ for model in harness] == [
+        *("_MakeCache", "_MakeCache", "NoneType")
+    ]
+    assert scores[1] != scores[2] == pytest.approx(scores[0], abs=0.1)
+
+
+def test_evaluate_without_the_harness(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    assert "needs lm-evaluation-harness: pip install lm-eval" in fails(capsys, "evaluate", "--model", folder)
