@@ -1,10 +1,12 @@
 """Time of one attention call over a cache: ours, MLX's bfloat16 attention, and mlx-lm's 4-bit quantised attention.
 
-All three run in one process, interleaved, over rotating caches that together exceed the device's caches, with many
-chained calls to an evaluation so that launch overhead is shared. Each result is checked before it is timed. Times are
-microseconds per call: the median and the 20th and 80th percentile over rounds.
+All three run in one process, interleaved, over rotating caches that together exceed the device's caches. Each call
+waits for the one before; the graph of many calls is built before the clock starts and evaluated at once, so times are
+those of MLX and the device. What Python takes to build a call is in `host_us`. Each result is checked before it is
+timed. Times are microseconds per call: the median and the 20th and 80th percentile over rounds. Peaks are bytes beyond
+what was held before one call.
 
-    python benchmarks/attention.py --out benchmarks/results/attention.csv
+    python benchmarks/attention.py --out benchmarks/results/attention_h200.csv
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from mlx_tq.doctor import device_name
 
 FIELDS = (
     "case batch n_heads n_kv_heads head_dim cached queries format ours_us bf16_us mlx_lm_q4_us ratio_bf16 p20 p80 "
-    "ours_bytes bf16_bytes path device mlx commit"
+    "host_us bf16_host_us ours_bytes bf16_bytes ours_peak bf16_peak path device mlx commit"
 ).split()
 # Bytes that the rotating caches of one method should reach together.
 ROTATE_BYTES = 200 << 20
@@ -88,35 +90,53 @@ def methods(case: Case, format: str):
     return {"ours": ours, "bf16": stock, "mlx_lm_q4": q4}, sizes[0], bf16_bytes, mlx_tq.explain(*packed)
 
 
-def run(calls, q, count: int) -> float:
-    """Seconds per call of `count` calls, each waiting for the one before."""
-    start = perf_counter()
-    out = None
+def run(calls, q, count: int) -> tuple[float, float]:
+    """Seconds per call of `count` calls, each waiting for the one before: to evaluate, and to build the graph."""
+    started, out = perf_counter(), None
     for i in range(count):
         out = calls[i % len(calls)](q if out is None else mx.depends(q, out))
+    built = perf_counter()
     mx.eval(out)
-    return (perf_counter() - start) / count
+    return (perf_counter() - built) / count, (built - started) / count
+
+
+def peak(call, q) -> int:
+    """Bytes that one call needs at most beyond what is held."""
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(call(q))
+    return mx.get_peak_memory() - held
 
 
 def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool) -> dict:
     calls, ours_bytes, bf16_bytes, path = methods(case, format)
-    if not with_q4:
-        del calls["mlx_lm_q4"]
     q = rows((case.batch, case.n_heads, case.queries, case.head_dim))
     mx.eval(q)
+    if with_q4:
+        try:
+            mx.eval(calls["mlx_lm_q4"][0](q))
+        except RuntimeError as error:  # MLX has no quantised product for this device
+            print(f"mlx-lm's quantised attention: {error}", file=sys.stderr)
+            with_q4 = False
+    if not with_q4:
+        del calls["mlx_lm_q4"]
     outs = {name: fs[0](q).astype(mx.float32) for name, fs in calls.items()}
     error = mx.linalg.norm(outs["ours"] - outs["bf16"]) / mx.linalg.norm(outs["bf16"])
     if not error.item() < 0.25:  # the error of the format itself on random rows
         raise SystemExit(f"{case}: ours differs from bfloat16 attention by {error.item():.3f} (relative)")
+    peaks = {name: peak(fs[0], q) for name, fs in calls.items()}
     counts = {}
     for name, fs in calls.items():
         run(fs, q, len(fs))
-        once = run(fs, q, len(fs))
-        counts[name] = max(len(fs), min(400, int(budget_s / rounds / len(calls) / once)))
-    times = {name: [] for name in calls}
+        once = sum(run(fs, q, len(fs)))
+        counts[name] = max(len(fs), min(200, int(budget_s / rounds / len(calls) / once)))
+    times, host = {name: [] for name in calls}, {name: [] for name in calls}
     for _ in range(rounds):
         for name, fs in calls.items():
-            times[name].append(run(fs, q, counts[name]) * 1e6)
+            evaluated, built = run(fs, q, counts[name])
+            times[name].append(evaluated * 1e6)
+            host[name].append(built * 1e6)
     mid = {name: float(np.median(t)) for name, t in times.items()}
     return {
         "case": case.name,
@@ -128,8 +148,12 @@ def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool
         "ratio_bf16": round(mid["bf16"] / mid["ours"], 3),
         "p20": round(float(np.percentile(times["ours"], 20)), 2),
         "p80": round(float(np.percentile(times["ours"], 80)), 2),
+        "host_us": round(float(np.median(host["ours"])), 2),
+        "bf16_host_us": round(float(np.median(host["bf16"])), 2),
         "ours_bytes": ours_bytes,
         "bf16_bytes": bf16_bytes,
+        "ours_peak": peaks["ours"],
+        "bf16_peak": peaks["bf16"],
         "path": path,
     }
 
@@ -143,6 +167,16 @@ def commit() -> str:
     return out.stdout.strip()
 
 
+def write(path: Path | None, out: list[dict]) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file to write")
@@ -151,9 +185,10 @@ def main() -> None:
     parser.add_argument("--max-cached", type=int, default=131072, help="leave out longer caches")
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds per case, about (default: %(default)s)")
+    parser.add_argument("--commit", default=commit(), help="what to write as the commit (default: git's)")
     parser.add_argument("--no-q4", action="store_true", help="leave out mlx-lm's quantised attention")
     args = parser.parse_args()
-    about = {"device": device_name(), "mlx": mx.__version__, "commit": commit()}
+    about = {"device": device_name(), "mlx": mx.__version__, "commit": args.commit}
     print(f"{about['device']}, mlx {about['mlx']}, commit {about['commit'] or 'unknown'}", file=sys.stderr)
     out = []
     print(
@@ -166,18 +201,13 @@ def main() -> None:
         for format in args.formats.split(","):
             row = measure(case, format, args.rounds, args.budget, not args.no_q4 and case.queries == 1)
             out.append(row | about)
+            write(args.out, out)
             print(
                 f"{case.name:9s} {case.batch:3d} {case.n_heads:4d}/{case.n_kv_heads:<2d} {case.head_dim:4d}"
                 f" {case.cached:7d} {case.queries:5d} {format:9s} {row['ours_us']:9.1f} {row['bf16_us']:9.1f}"
                 f" {row['mlx_lm_q4_us'] or 0:9.1f} {row['ratio_bf16']:9.2f}",
                 flush=True,
             )
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(out)
 
 
 if __name__ == "__main__":

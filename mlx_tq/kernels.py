@@ -46,10 +46,6 @@ _DENSE_BYTES = 64 << 20
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
-_compile = mx.compile
-# Query rows of a generation step, speculative ones included.
-_MAX_STEP = 8
-
 _INPUTS = {
     "attend": "query k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact mask "
     "k_signs k_jl_signs k_mix params consts",
@@ -170,11 +166,14 @@ def _consts(format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: fl
     return _evaluated(mx.array(out))
 
 
-@lru_cache(maxsize=64)
-def _fixed_params(*values: int) -> mx.array:
+# Numbers that change from step to step are the same for all layers. One array serves them all: on NVIDIA GPUs each new
+# one that the processor writes costs a migration of its page.
+@lru_cache(maxsize=512)
+def _ints(*values: int) -> mx.array:
     return mx.array(values, mx.int32)
 
 
+@lru_cache(maxsize=512)
 def _params(layout: Layout, *values: int) -> mx.array:
     """Integers that kernels read: 16 of the launch, then where the tokens of each batch row are."""
     rows = zip(layout.pad, layout.first, layout.packed, layout.recent, strict=True)
@@ -525,58 +524,42 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         *(groups, length, last if kind == 1 else layout.length, *capacities[:2], splits, tiles, capacities[2]),
         *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
     )
+    consts = _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)
     v_codes, v_plane, _, v_scale, _, _, v_exact = _row_inputs(values)
-    k_mix, v_mix = mix_rows(dim), mix_rows(value_dim)
-    program = _attend_program(
-        *(mma, format, (batch, n_heads, length, dim), value_dim, n_kv, dtype, splits, tiles, per_item),
-        *(kind, softcap is not None, sinks is not None, self_test(device).denormal),
+    partial, softmax = _launch(
+        "attend_mma" if mma else "attend",
+        [
+            *(q, *_row_inputs(keys), v_codes, v_plane, v_scale, v_exact),
+            *(mask_array, *keys.signs, mix_rows(dim), params, consts),
+        ],
+        _shape_template(
+            *(format, dim, value_dim),
+            T=dtype,
+            MASK=kind,
+            SOFTCAP=softcap is not None,
+            DENORMAL=self_test(device).denormal,
+            R=per_item,
+        ),
+        [(batch, n_kv, groups * length, splits, value_dim), (batch, n_kv, groups * length, splits, 2)],
+        [mx.float32, mx.float32],
+        (tiles * splits * (NSG if mma else 1), n_kv, batch),
     )
-    return program(
-        *(q, *_row_inputs(keys), v_codes, v_plane, v_scale, v_exact, mask_array, *keys.signs, k_mix),
-        *(_nothing() if sinks is None else _padded(sinks), values.signs[0], v_mix),
-        *(params, _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _attend_program(
-    mma: bool, format: TQFormat, shape: tuple, value_dim: int, n_kv: int, dtype: mx.Dtype, splits: int, tiles: int,
-    per_item: int, kind: int, softcap: bool, sinks: bool, denormal: bool,
-):  # fmt: skip
-    """attend and merge as one function of their inputs; a step's own is compiled, which makes the call cheaper."""
-    batch, n_heads, length, dim = shape
-    rows = n_heads // n_kv * length
-    attend_template = _shape_template(
-        *(format, dim, value_dim), T=dtype, MASK=kind, SOFTCAP=softcap, DENORMAL=denormal, R=per_item
-    )
-    merge_template = _template(T=dtype, DV=value_dim, SINKS=sinks, NSG=NSG)
-
-    def run(*inputs):
-        *inputs, sink_logits, v_signs, v_mix, params, consts = inputs
-        partial, softmax = _launch(
-            "attend_mma" if mma else "attend",
-            [*inputs, params, consts],
-            attend_template,
-            [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
-            [mx.float32, mx.float32],
-            (tiles * splits * (NSG if mma else 1), n_kv, batch),
-        )
-        return _launch(
-            "merge",
-            [partial, softmax, sink_logits, v_signs, v_mix, params, consts],
-            merge_template,
-            [(batch, n_heads, length, value_dim)],
-            [dtype],
-            (batch * n_heads * length * NSG, 1, 1),
-        )[0]
-
-    # Masks are arrays of a new shape at each step, prompts have many lengths: those would be traced every time.
-    return _compile(run) if length <= _MAX_STEP and kind < 2 else run
+    return _launch(
+        "merge",
+        [
+            *(partial, softmax, _nothing() if sinks is None else _padded(sinks)),
+            *(values.signs[0], mix_rows(value_dim), params, consts),
+        ],
+        _template(T=dtype, DV=value_dim, SINKS=sinks is not None, NSG=NSG),
+        [(batch, n_heads, length, value_dim)],
+        [dtype],
+        (batch * n_heads * length * NSG, 1, 1),
+    )[0]
 
 
 def _pair_params(keys: mx.array, pages: int) -> mx.array:
     batch, heads, length, _ = keys.shape
-    return _fixed_params(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
+    return _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
 
 
 def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> tuple[mx.array, mx.array]:

@@ -42,11 +42,9 @@ def mma(fused_kernels, monkeypatch):
 
     monkeypatch.setattr(kernels, "_launch", recorded)
     kernels._launch_shape.cache_clear()
-    kernels._attend_program.cache_clear()
     with msl.options(threadgroup_limit=48 << 10):  # NVIDIA's, larger than Metal's
         yield
     kernels._launch_shape.cache_clear()
-    kernels._attend_program.cache_clear()
     assert "attend_mma" in launched and "attend" not in launched
 
 
