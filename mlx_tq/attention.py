@@ -9,6 +9,7 @@ import numpy as np
 
 from . import kernels
 from .codec import FLOAT_DTYPES, PackedRows, dequantise, live_regions
+from .format import RAW_BITS
 from .rotation import hadamard, rotate_back
 
 # Bounds on what the ops path holds at a time: score elements of a block, and tokens of a block.
@@ -60,29 +61,45 @@ def _ops_reason(keys: PackedRows, values: PackedRows) -> str | None:
     return kernels.reason(keys.dim, values.dim)
 
 
-def _holds_rows(cache) -> bool:
-    return hasattr(type(cache), "rows")
+def holds_latent(cache) -> bool:
+    """Whether a TQKVCache or TQBatchKVCache holds the latent of multi-head latent attention (MLA) as keys.
+
+    Told by its rows: one KV head, and exact values, the rope key, that are narrower than the keys.
+    """
+    format = cache.format
+    if format.value_bits != RAW_BITS or format.qjl or format.centered_keys or cache.empty():
+        return False
+    keys, values = cache.rows
+    return keys.n_kv_heads == 1 and values.dim < keys.dim
 
 
-def _not_ours(cache) -> str:
-    return f"{type(cache).__name__}, not compressed"
+def _explain_cache(cache) -> str:
+    if hasattr(cache, "caches"):  # a CacheList
+        return " + ".join(map(_explain_cache, cache.caches))
+    if not hasattr(type(cache), "rows"):
+        return f"{type(cache).__name__}, not compressed"
+    if cache.empty():
+        return "no tokens yet"
+    keys, values = cache.rows
+    if holds_latent(cache):
+        return f"{explain(keys, keys)}, prompts over decoded rows"
+    return explain(keys, values)
 
 
 def explain(keys, values: PackedRows | None = None) -> str:
     """Which path attention takes here: "kernels (metal)", "kernels (cuda)" or "MLX ops: " and the reason.
 
     Takes packed keys and values, a TQKVCache or TQBatchKVCache, or a list of caches (then one line for each). A cache
-    without tokens has no head_dim yet, so its answer is "no tokens yet".
+    without tokens has no head_dim yet, so its answer is "no tokens yet". A latent is the key and the value of a token's
+    attention, and models expand the decoded latent for a prompt, which the answer says.
 
     Raises:
         ValueError: something else.
     """
     if isinstance(keys, list | tuple) and not any(isinstance(entry, PackedRows) for entry in keys):
-        return "\n".join(f"{i}: {explain(c) if _holds_rows(c) else _not_ours(c)}" for i, c in enumerate(keys))
-    if values is None and _holds_rows(keys):
-        if keys.empty():
-            return "no tokens yet"
-        keys, values = keys.rows
+        return "\n".join(f"{i}: {_explain_cache(cache)}" for i, cache in enumerate(keys))
+    if values is None and (hasattr(type(keys), "rows") or hasattr(keys, "caches")):
+        return _explain_cache(keys)
     if not isinstance(keys, PackedRows) or not isinstance(values, PackedRows):
         got = f"{type(keys).__name__} and {type(values).__name__}"
         raise ValueError(f"keys and values must be PackedRows, or keys a cache or a list of caches, got {got}")

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from . import __version__, hosted
 from .format import TQFormat
-from .loading import ModelError
+from .loading import ModelError, positive
 from .smollm2 import FetchError
 
 COMMANDS = {
@@ -47,10 +47,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def formats(argv: list[str]) -> int:
     """Lists the presets; the sizes are those of packed rows, what stays exact comes on top."""
     parser = argparse.ArgumentParser(prog="mlx-tq formats", description=formats.__doc__)
-    parser.add_argument("--head-dim", type=int, default=128, help="for the bits per element (default: 128)")
+    parser.add_argument("--head-dim", type=positive, default=128, help="for the bits per element (default: 128)")
     args = parser.parse_args(argv)
-    if args.head_dim < 1:
-        parser.error(f"--head-dim must be at least 1, got {args.head_dim}")
     print(f"{'name':10} {'bits/element':>12} {'of 16-bit':>10}  contents")
     for name, format in TQFormat.presets().items():
         bits = format.bits_per_element(args.head_dim)

@@ -15,7 +15,7 @@ from . import __version__
 from .cache import TQKVCache
 from .doctor import device_name
 from .format import TQFormat
-from .integrate import make_prompt_cache
+from .integrate import leaves, make_prompt_cache
 from .loading import add_format_argument, add_model_argument, attention_path, load, positive
 
 _PREFILL_STEP = 128  # small, so that the progress bar moves on a CPU
@@ -115,10 +115,10 @@ def main(argv: list[str] | None = None) -> int:
         run("warming up", stock_cache(model))
         run("warming up", make_prompt_cache(model, format))
     stock_caches, caches = stock_cache(model), make_prompt_cache(model, format)
-    compressed = [i for i, cache in enumerate(caches) if isinstance(cache, TQKVCache)]
+    compressed = [i for i, cache in enumerate(leaves(caches)) if isinstance(cache, TQKVCache)]
     if not compressed:
         sys.exit(f"error: --model {args.model!r} has no plain KV cache to compress")
     stock, mine = run("usual cache", stock_caches), run("compressed cache", caches)
-    dtype = str(stock_caches[compressed[0]].keys.dtype).rpartition(".")[2]
+    dtype = str(leaves(stock_caches)[compressed[0]].keys.dtype).rpartition(".")[2]
     report(format, len(prompt), dtype, stock, mine, attention_path(caches))
     return 0

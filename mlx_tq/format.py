@@ -110,9 +110,13 @@ class TQFormat:
     def bits_per_element(self, head_dim: int, value_dim: int | None = None) -> float:
         """Stored bits per coordinate of a packed key and value, scales and means included.
 
-        The exact rows (`window`, `sinks`) come on top: a constant number of bytes per sequence.
+        The exact rows (`window`, `sinks`) come on top: a constant number of bytes per sequence. Raises ValueError for a
+        width that is not an int of at least 1.
         """
         value_dim = head_dim if value_dim is None else value_dim
+        for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
+            if not isinstance(width, int) or width < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {width!r}")
         key = self.key_bits * head_dim
         if self.key_bits != RAW_BITS:
             key += 16 + self.qjl * (head_dim + 16) + self.centered_keys * 16 * head_dim / self.page

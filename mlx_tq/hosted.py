@@ -2,13 +2,14 @@
 
 Each runs the `main` of its mlx-lm module, with all of its flags and ours beside them. Three names of the module are
 replaced meanwhile: `argparse`, so that its parser learns our flags; `load` and `sharded_load`, so that every model it
-loads is enabled. `generate` also says afterwards what the cache held.
+loads is enabled. `generate` also checks caches that come from a file, and says afterwards what the cache held.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
@@ -17,9 +18,10 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 
+from .attention import holds_latent
 from .cache import TQKVCache
 from .format import TQFormat
-from .integrate import enable
+from .integrate import describe_latent, enable, leaves
 from .loading import DEMO_MODEL, MODEL_HELP, add_format_argument, attention_path, model_path, unpack_on_cpu
 
 # Our name of each command, and mlx-lm's module.
@@ -97,6 +99,23 @@ def _enabling(load, ours: argparse.Namespace):
     return wrapped
 
 
+def _reading(load_prompt_cache):
+    """mlx-lm's `load_prompt_cache`, which raises ValueError for a file that `cache_prompt` did not save."""
+
+    @wraps(load_prompt_cache)
+    def wrapped(path, **options):
+        message = f"--prompt-cache-file must be one that cache_prompt saved, got {path!r}"
+        try:
+            caches, metadata = load_prompt_cache(path, **options)
+        except Exception as error:  # other files end in errors of any kind
+            raise ValueError(f"{message}: {type(error).__name__}: {error}") from error
+        if not {"model", "tokenizer_config"} <= metadata.keys():
+            raise ValueError(f"{message}, which does not name its model and tokenizer")
+        return caches, metadata
+
+    return wrapped
+
+
 def _reporting(module, ours: argparse.Namespace):
     """mlx-lm's `generate`, which checks caches that come from a file and says afterwards what they hold."""
     generate, make_prompt_cache = module.generate, module.make_prompt_cache
@@ -104,7 +123,8 @@ def _reporting(module, ours: argparse.Namespace):
     @wraps(generate)
     def wrapped(model, *args, prompt_cache=None, draft_model=None, max_kv_size=None, **options):
         if prompt_cache is not None:
-            _check_file(prompt_cache, ours)
+            models = [model] if draft_model is None else [model, draft_model]
+            _check_file(prompt_cache, [cache for each in models for cache in make_prompt_cache(each)], ours)
         elif draft_model is None:
             prompt_cache = make_prompt_cache(model, max_kv_size)
         text = generate(model, *args, prompt_cache=prompt_cache, draft_model=draft_model, **options)
@@ -117,20 +137,42 @@ def _reporting(module, ours: argparse.Namespace):
     return wrapped
 
 
-def _held(caches: list) -> set[TQFormat]:
-    return {cache.format for cache in caches if isinstance(cache, TQKVCache)}
+def _held(caches: list) -> list[TQFormat | None]:
+    """The format of each cache, of those in lists too; None where it is mlx-lm's own."""
+    return [cache.format if isinstance(cache, TQKVCache) else None for cache in leaves(caches)]
 
 
 def _formats(caches: list) -> str:
-    return "; ".join(format.describe() for format in _held(caches)) or "not compressed"
+    compressed = [cache for cache in leaves(caches) if isinstance(cache, TQKVCache)]
+    texts = (describe_latent(c.format) if holds_latent(c) else c.format.describe() for c in compressed)
+    return "; ".join(dict.fromkeys(texts)) or "not compressed"
 
 
-def _check_file(caches: list, ours: argparse.Namespace) -> None:
-    """Raises ValueError where a prompt cache file holds something else than the flags say."""
-    held = _held(caches)
-    if ours.tq_off and held:
+def _kinds(caches: list) -> list[str]:
+    """The class of each cache; one that is quantised or compressed counts as the KVCache it stands for."""
+    out = []
+    for cache in caches:
+        inner = getattr(cache, "caches", None)
+        name = type(cache).__name__ if inner is None else f"CacheList({', '.join(_kinds(inner))})"
+        out.append("KVCache" if name in ("TQKVCache", "QuantizedKVCache") else name)
+    return out
+
+
+def _counted(kinds: list[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(kinds).items())
+
+
+def _check_file(caches: list, wanted: list, ours: argparse.Namespace) -> None:
+    """Raises ValueError where a prompt cache file holds other caches than those made for the model and the flags."""
+    held, got, made = _held(caches), _kinds(caches), _kinds(wanted)
+    if ours.tq_off and any(held):
         raise ValueError(f"--tq-off needs a --prompt-cache-file that is not compressed, got {_formats(caches)}")
-    if ours.tq_format and held != {TQFormat.preset(ours.tq_format)}:
+    bounded = got == ["RotatingKVCache"] * len(made) and set(made) == {"KVCache"}  # by --max-kv-size
+    if got != made and not bounded:
+        raise ValueError(
+            f"--prompt-cache-file must hold the caches of the model, {_counted(made)}, got {_counted(got)}"
+        )
+    if ours.tq_format and held != _held(wanted):
         raise ValueError(f"--tq-format must be that of --prompt-cache-file, {_formats(caches)}, got {ours.tq_format!r}")
 
 
@@ -155,7 +197,7 @@ def run(command: str, argv: list[str]) -> int:
         if hasattr(module, name):
             names[name] = _enabling(getattr(module, name), ours)
     if command == "generate":
-        names["generate"] = _reporting(module, ours)
+        names |= {"generate": _reporting(module, ours), "load_prompt_cache": _reading(module.load_prompt_cache)}
     with _replaced(module, **names):
         module.main()
     return 0

@@ -62,8 +62,7 @@ class LayerPlan:
         if self.format is None:
             return f"{self.cache}, left as it is: {self.reason}"
         if self.latent:
-            packed = replace(self.format, value_bits=self.format.key_bits).describe()
-            return f"{self.cache}, latent compressed once as key and value: {packed}; rope key not quantised"
+            return f"{self.cache}, {describe_latent(self.format)}"
         return f"{self.cache}, compressed: {self.format.describe()}"
 
 
@@ -136,26 +135,40 @@ def _latent_format(format: TQFormat) -> TQFormat | None:
     return replace(format, key_bits=bits, value_bits=RAW_BITS, qjl=False, centered_keys=False)
 
 
-def _has(layer, prefix: str) -> bool:
-    """Whether a layer, or a module in it, has a submodule whose name starts so."""
-    return hasattr(layer, "modules") and any(name.startswith(prefix) for m in layer.modules() for name in m)
+def describe_latent(format: TQFormat) -> str:
+    """What the format of a latent means, on one line."""
+    packed = replace(format, value_bits=format.key_bits).describe()
+    return f"latent compressed once as key and value: {packed}; rope key not quantised"
+
+
+def leaves(caches) -> list:
+    """The caches among these and inside their CacheLists."""
+    return [leaf for cache in caches for leaf in (leaves(cache.caches) if hasattr(cache, "caches") else [cache])]
+
+
+def _has(module, prefix: str) -> bool:
+    """Whether a module, or one in it, has a submodule whose name starts so."""
+    return hasattr(module, "modules") and any(name.startswith(prefix) for m in module.modules() for name in m)
 
 
 def _compress(model, caches: list, format: TQFormat, fused: str) -> tuple[list, list[LayerPlan]]:
     plans = []
     layers = list(getattr(model, "layers", None) or ())
 
+    def owner(i: int):
+        """What uses cache i, as far as is known: a layer, or else the model."""
+        return layers[i] if len(layers) == len(caches) else model
+
     def compressed(i: int, cache, place: int = 0):
         name = type(cache).__name__
         if type(cache) is _mlx_lm_cache.CacheList:
             return type(cache)(*(compressed(i, inner, place) for place, inner in enumerate(cache.caches)))
-        layer = layers[i] if len(layers) == len(caches) else None
-        latent = _has(layer, "embed_q")
+        latent = _has(owner(i), "embed_q")
         mine = _latent_format(format) if latent else format
         reason = ""
         if type(cache) is not _mlx_lm_cache.KVCache:
             reason = _LEFT_ALONE.get(name, "not a plain KVCache")
-        elif place and _has(layer, "index"):
+        elif place and _has(owner(i), "index"):
             reason = "keys of an indexer, no values"
         elif mine is None:
             reason = "the latent is key and value, and the format keeps one of them exact"
@@ -201,7 +214,8 @@ def enable(model, format: TQFormat | str | None = None, *, fused: str = "auto", 
 
     Caches that are not plain KV caches (sliding windows, recurrent state) are left as they are; the plan says which.
     Usable as a context manager. Enabling again replaces the format, until the inner context is left. mlx-lm's
-    `max_kv_size` is refused with a ValueError while the model is enabled: these caches keep every token.
+    `max_kv_size` is refused with a ValueError while the model is enabled: these caches keep every token. Beside a draft
+    model mlx-lm drops it itself, whatever the caches.
 
     Args:
         model: a model loaded by mlx-lm.

@@ -14,6 +14,7 @@ from . import smollm2
 from .attention import explain
 from .cache import TQKVCache
 from .format import TQFormat
+from .integrate import leaves
 
 DEMO_MODEL = "smollm2"
 MODEL_HELP = "a model folder, a hub id such as owner/name, or smollm2, fetched without a hub"
@@ -111,4 +112,5 @@ def load(name: str):
 
 def attention_path(caches: list) -> str:
     """Which path attention took over the compressed caches among these, which hold tokens."""
-    return "; ".join(sorted({explain(cache) for cache in caches if isinstance(cache, TQKVCache)})) or "mlx-lm's own"
+    paths = {explain(cache) for cache in leaves(caches) if isinstance(cache, TQKVCache)}
+    return "; ".join(sorted(paths)) or "mlx-lm's own"

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from .format import TQFormat
-from .integrate import make_prompt_cache
+from .integrate import leaves, make_prompt_cache
 from .loading import ModelError, add_model_argument, model_path, positive
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -103,11 +103,6 @@ def build(folder: Path, trust_remote_code: bool = False):
 # ------------------------------------------------------------------ caches
 
 
-def _leaves(caches) -> list:
-    """The caches among these and inside their CacheLists."""
-    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if hasattr(cache, "caches") else [cache])]
-
-
 def tried(model) -> list:
     """The model's own caches after tokens that are never evaluated.
 
@@ -118,7 +113,7 @@ def tried(model) -> list:
     caches, before = stock_cache(model), None
     for _ in range(2):
         model(mx.zeros((1, _STEP), mx.int32), cache=caches)
-        others = [cache for cache in _leaves(caches) if rows_of(cache) is None]
+        others = [cache for cache in leaves(caches) if rows_of(cache) is None]
         now = [cache.nbytes for cache in others]
         if before is not None and now != before:
             raise ValueError(f"its {type(others[0]).__name__} grows with the context, and not by keys and values")
@@ -171,7 +166,7 @@ def fill(cache, rows: tuple[tuple, tuple, mx.Dtype], step: int, steps: int) -> l
 def curve(caches: list, held: list, step: int, steps: int) -> np.ndarray:
     """Bytes of all caches after each of `steps` steps; `held` are those of `tried`."""
     groups, examples, constant = Counter(), {}, 0
-    for cache, own in zip(_leaves(caches), _leaves(held), strict=True):
+    for cache, own in zip(leaves(caches), leaves(held), strict=True):
         rows = rows_of(own)
         if rows is None:
             constant += own.nbytes

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import tiny_llama
+from archs import configs
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_tq
@@ -65,7 +66,7 @@ def test_formats_lists_every_preset(capsys):
     ("argv", "message"),
     [
         (["sing"], "invalid choice: 'sing'"),
-        (["formats", "--head-dim", "0"], "--head-dim must be at least 1, got 0"),
+        (["formats", "--head-dim", "0"], "--head-dim: must be a whole number of at least 1, got '0'"),
         (["demo", "--tq-format", "tq9"], "got 'tq9'"),
         (["demo", "-m", "0"], "at least 1, got '0'"),
         (["demo", "--model", "/no/such/folder"], "got '/no/such/folder': no such folder"),
@@ -116,6 +117,20 @@ def test_demo(model, capsys):
     assert "--- float16 cache" in out
     assert "times smaller" in out
     assert "of 4 tokens agree" in out
+
+
+@pytest.mark.parametrize("name", ("longcat_flash", "falcon_h1"))
+def test_demo_and_bench_of_caches_in_lists(name, model, monkeypatch, capsys):
+    built, (_, tokenizer) = configs.build(name), loading.load(model)
+    for module in (demo, bench):
+        monkeypatch.setattr(module, "load", lambda _: (built, tokenizer))
+    monkeypatch.setattr(demo, "encode", lambda *_: list(range(1, 100)))
+    assert cli.main(["demo", "-m", "4", "--tq-format", "k4v4"]) == 0
+    assert "--- float32 cache" in capsys.readouterr().out
+    # Tokens that the model knows: the tokenizer has more.
+    monkeypatch.setattr(bench.mx.random, "randint", lambda low, high, shape: mx.ones(shape, mx.int32))
+    assert cli.main(["bench", "-p", "20", "-g", "2", "-n", "1"]) == 0
+    assert ("prompts over decoded rows" in capsys.readouterr().out) == (name == "longcat_flash")
 
 
 def test_the_demo_counts_what_agrees(capsys):

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -142,6 +144,20 @@ def test_tq3_is_the_reference_format():
     # 2 bits of code, 1 of sketch and two 16-bit norms for a key; a value's norm takes 16 bits.
     for dim in (64, 128):
         assert tq3.bits_per_element(dim) == (3 * dim + 32 + 2 * dim + 16) / (2 * dim)
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ((0,), "head_dim must be an int of at least 1, got 0"),
+        ((-64, 64), "head_dim must be an int of at least 1, got -64"),
+        ((64, 0), "value_dim must be an int of at least 1, got 0"),
+        ((64.0,), "head_dim must be an int of at least 1, got 64.0"),
+    ],
+)
+def test_bits_of_no_element(widths, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TQFormat().bits_per_element(*widths)
 
 
 @pytest.mark.parametrize("dim", (64, 128))

@@ -12,7 +12,9 @@ import pytest
 
 mlx_lm = pytest.importorskip("mlx_lm")
 pytest.importorskip("transformers")
+import mlx.core as mx  # noqa: E402
 import tiny_llama  # noqa: E402
+from archs import configs  # noqa: E402
 from mlx_lm.models import cache as cache_module  # noqa: E402
 
 import mlx_tq  # noqa: E402
@@ -146,15 +148,113 @@ def test_a_prompt_in_a_file(folder, tmp_path, monkeypatch, capsys):
     for flags in (["--tq-format", "tq3"], ["--tq-off"]):
         assert "K4/V4 uniform" in fails(capsys, *command, *flags)
     assert "Providing a different model" in fails(capsys, *command, "--model", folder)
-    assert (
-        "cannot find file" in fails(capsys, "generate", "--prompt-cache-file", str(tmp_path / "none")).lower() or True
-    )
     own = str(tmp_path / "own.safetensors")
     assert cli.main(["cache_prompt", "--prompt-cache-file", own, "--prompt", "he", "--tq-off"]) == 0
     command[2] = own
     assert cli.main(command) == 0
     assert "attention: mlx-lm's own" in capsys.readouterr().err
     assert "not compressed, got 'default'" in fails(capsys, *command, "--tq-format", "default")
+
+
+@pytest.fixture
+def architecture(monkeypatch):
+    """Makes `generate` and `cache_prompt` load the tiny model of an architecture in place of the one they are given."""
+    chosen = []
+
+    def in_place_of(load):
+        def loading(*args, **options):
+            mlx_tq.disable(chosen[-1])  # as is a model that was just loaded
+            return chosen[-1], *load(*args, **options)[1:]
+
+        return loading
+
+    for name in ("generate", "cache_prompt"):
+        module = import_module(f"mlx_lm.{name}")
+        monkeypatch.setattr(module, "load", in_place_of(module.load))
+    return lambda name: chosen.append(configs.build(name))
+
+
+PACKED = {
+    "deepseek_v3": "latent compressed once as key and value: K4/V4 uniform; rope key not quantised",
+    "longcat_flash": "latent compressed once as key and value: K4/V4 uniform; rope key not quantised",
+    "falcon_h1": "K4/V4 uniform",
+    "baichuan_m1": "K4/V4 uniform",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_latents_and_lists_of_caches_in_a_file(name, folder, architecture, tmp_path, capsys):
+    """A format of which the model's caches have a derived one is that of the file."""
+    architecture(name)
+    path = str(tmp_path / "prompt.safetensors")
+    saving = ["cache_prompt", "--model", folder, "--prompt-cache-file", path, "--prompt", "some " * 40]
+    command = ["generate", "--prompt-cache-file", path, "-p", "more", "-m", "3"]
+    assert cli.main([*saving, "--tq-format", "k4v4"]) == 0
+    for flags in ([], ["--tq-format", "k4v4"]):
+        assert cli.main([*command, *flags]) == 0
+        held = capsys.readouterr().err.splitlines()[-1]
+        assert f" bytes, {PACKED[name]}; attention: " in held
+        assert ("prompts over decoded rows" in held) == ("latent" in PACKED[name])
+    for flags in (["--tq-format", "tq3"], ["--tq-off"]):
+        assert PACKED[name] in fails(capsys, *command, *flags)
+    assert cli.main([*saving, "--tq-off"]) == 0
+    assert cli.main(command) == 0
+    assert " bytes, not compressed; attention: mlx-lm's own" in capsys.readouterr().err
+    assert "not compressed, got 'k4v4'" in fails(capsys, *command, "--tq-format", "k4v4")
+    assert cli.main(["generate", "--model", folder, "-p", "more", "-m", "3", "--tq-format", "k4v4"]) == 0
+    assert PACKED[name] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_of_another_model(folder, architecture, tmp_path, capsys):
+    """Its caches are others, or their number is, or it holds none of a draft model."""
+    saved = {}
+    for name in ("llama", "longcat_flash", "qwen3_next"):
+        architecture(name)
+        for flags in ("--tq-off", "--tq-format=default"):
+            saved[name, flags] = str(tmp_path / f"{name}{flags}.safetensors")
+            command = ["cache_prompt", "--model", folder, "--prompt", "some", "--prompt-cache-file"]
+            assert cli.main([*command, saved[name, flags], flags]) == 0
+    want = {
+        "llama": "4 KVCache",
+        "longcat_flash": "4 CacheList(KVCache, KVCache)",
+        "qwen3_next": "2 ArraysCache, 2 KVCache",
+    }
+    for name, made in want.items():
+        architecture(name)
+        for (other, _), path in saved.items():
+            command = ["generate", "--prompt-cache-file", path, "-p", "more", "-m", "2"]
+            if other == name:
+                assert cli.main(command) == 0
+            else:
+                message = f"--prompt-cache-file must hold the caches of the model, {made}, got {want[other]}"
+                assert message in fails(capsys, *command)
+    command = ["generate", "--prompt-cache-file", saved["llama", "--tq-off"], "-p", "more"]
+    architecture("llama")
+    assert "8 KVCache, got 4 KVCache" in fails(capsys, *command, "--draft-model", folder)
+
+
+def test_files_of_bounded_and_quantised_caches(folder, tmp_path, capsys):
+    for flags in (["--max-kv-size", "64"], ["--kv-bits", "8", "--quantized-kv-start", "0"]):
+        path = str(tmp_path / "prompt.safetensors")
+        command = ["cache_prompt", "--model", folder, "--prompt-cache-file", path, "--prompt", "some", "--tq-off"]
+        assert cli.main([*command, *flags]) == 0
+        assert cli.main(["generate", "--prompt-cache-file", path, "-p", "more", "-m", "2"]) == 0
+        assert "not compressed" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_prompt_cache(folder, tmp_path, capsys):
+    path = str(tmp_path / "prompt.safetensors")
+    message = f"--prompt-cache-file must be one that cache_prompt saved, got {path!r}"
+    command = ["generate", "--prompt-cache-file", path, "-p", "more", "-m", "2"]
+    cache_module.save_prompt_cache(path, [cache_module.KVCache()])
+    assert f"{message}, which does not name its model" in fails(capsys, *command)
+    mx.save_safetensors(path, {"a": mx.zeros(3)})
+    assert message in fails(capsys, *command)
+    assert cli.main(["cache_prompt", "--model", folder, "--prompt-cache-file", path, "--prompt", "some"]) == 0
+    whole = (tmp_path / "prompt.safetensors").read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole.replace(b"TQKVCache", b"MyKVCache"), b""):
+        (tmp_path / "prompt.safetensors").write_bytes(damaged)
+        assert message in fails(capsys, *command)
 
 
 def test_chat(folder, caches, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from archs import configs
 from oracle import attention64, decode64, max_error, normal, to64
 
 import mlx_tq
-from mlx_tq import TQFormat, TQKVCache
+from mlx_tq import TQFormat, TQKVCache, kernels
 from mlx_tq.view import hook_installed, remove_hook
 
 mlx_lm = pytest.importorskip("mlx_lm")
@@ -368,6 +368,38 @@ def test_a_rope_key_is_not_quantised(build, dtype):
     _, got = cache.update_and_fetch(normal(2, 1, 1, 70, 64, dtype=dtype), rope)
     assert got.dtype == dtype
     np.testing.assert_allclose(to64(got), to64(rope), rtol=0, atol=8 * mx.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "rope", "fused", "path"),
+    [
+        ({}, 1, 24, "auto", "kernels ({}), prompts over decoded rows"),
+        ({}, 1, 24, "never", 'MLX ops: fused="never", prompts over decoded rows'),
+        # No latents: two heads, other formats, values as wide as keys.
+        ({}, 2, 24, "auto", "MLX ops: value head_dim 24 is not a multiple of 16"),
+        ({"qjl": True}, 1, 24, "auto", "MLX ops: value head_dim 24 is not a multiple of 16"),
+        ({"centered_keys": True}, 1, 24, "auto", "MLX ops: value head_dim 24 is not a multiple of 16"),
+        ({"value_bits": 4}, 1, 24, "auto", "MLX ops: value head_dim 24 is not a multiple of 16"),
+        ({}, 1, 64, "auto", "kernels ({})"),
+    ],
+)
+def test_explain_of_a_latent(fused_kernels, options, heads, rope, fused, path):
+    """A token attends to the latent as key and value: the kernels need not take the width of the rope key."""
+    cache = TQKVCache(TQFormat(**{"value_bits": 16} | options), fused=fused)
+    cache.update_and_fetch(normal(1, 1, heads, 5, 64), normal(2, 1, heads, 5, rope))
+    said = mlx_tq.explain(cache)
+    assert said == path.format(kernels.backend())
+    both = CacheList(cache, KVCache())
+    assert mlx_tq.explain(both) == f"{said} + KVCache, not compressed"
+    assert mlx_tq.explain([KVCache(), both]) == f"0: KVCache, not compressed\n1: {said} + KVCache, not compressed"
+
+
+def test_a_model_with_a_cache_more_than_layers(build):
+    """Its latents are those of any layer."""
+    model = build("longcat_flash_ngram")
+    with mlx_tq.enable(model) as plan:
+        assert len(make_prompt_cache(model)) == len(model.layers) + 1
+    assert [entry.latent for entry in plan] == [False] + [True] * 2 * len(model.layers)
 
 
 @pytest.mark.parametrize(("name", "second"), [("longcat_flash", TQKVCache), ("deepseek_v32", KVCache)])

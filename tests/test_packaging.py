@@ -91,6 +91,7 @@ def test_sdist_can_be_built_and_tested(tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"kernels/{name}" for name in TEXTS} <= names
     assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "tests/test_packaging.py"} <= names
+    assert "docs/architectures.md" in names  # which a test compares
 
 
 def test_one_version():

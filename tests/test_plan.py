@@ -24,7 +24,13 @@ def folder(tmp_path_factory):
     return tiny_llama.make(tmp_path_factory.mktemp("tiny"))[2]
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma3_text", "gpt_oss", "lfm2", "llama4", "deepseek_v3", "longcat_flash"))
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("llama", "gemma3_text", "gpt_oss", "lfm2", "llama4", "deepseek_v3", "deepseek_v32"),
+        *("longcat_flash", "longcat_flash_ngram", "falcon_h1", "baichuan_m1"),
+    ),
+)
 def test_bytes_are_those_of_caches_in_use(name):
     """Plain caches, sliding and chunked windows, recurrent state, latents, several caches in one."""
     model = build(name)
