@@ -6,7 +6,7 @@ those of MLX and the device. What Python takes to build a call is in `host_us`. 
 timed. Times are microseconds per call: the median and the 20th and 80th percentile over rounds. Peaks are bytes beyond
 what was held before one call.
 
-    python benchmarks/attention.py --out benchmarks/results/attention_h200.csv
+    python benchmarks/attention.py --out benchmarks/results/attention.csv
 """
 
 from __future__ import annotations
