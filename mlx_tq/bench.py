@@ -7,21 +7,19 @@ so that a machine that warms up or slows down treats them alike; figures are med
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median_low
 from time import sleep
 
 import mlx.core as mx
 
 from . import __version__
-from .doctor import device_name
+from .doctor import device_name, versions
 from .integrate import enable
-from .loading import add_format_argument, add_model_argument, attention_path, load, positive
+from .loading import add_format_argument, add_model_argument, attention_path, load, new_file, positive, write_csv
 
 OWN = "mlx-lm"  # the model's own cache, among the names of formats
 
@@ -58,7 +56,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--prefill-step-size", type=positive, default=2048, help="prompt tokens at a time (default: 2048)"
     )
     parser.add_argument("--delay", type=float, default=0, help="seconds to wait before each run (default: 0)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--csv", type=new_file, metavar="FILE", help="write the table there too")
     return parser
 
 
@@ -96,8 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = mx.random.randint(0, tokenizer.vocab_size, (args.batch_size, args.prompt_tokens)).tolist()
     names = [OWN, *dict.fromkeys(args.tq_format)]
     sizes = f"{args.prompt_tokens} prompt tokens, {args.generation_tokens} generated, batch size {args.batch_size}"
-    about = f"mlx-tq {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {device_name()}"
-    print(f"{args.model}: {sizes}, medians of {args.num_trials}\n{about}\n", flush=True)
+    print(f"{args.model}: {sizes}, medians of {args.num_trials}\n{versions()}, {device_name()}\n", flush=True)
 
     paths = {}
     for name in names:  # a GPU compiles kernels on first use
@@ -117,17 +114,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{row.cache_bytes / 1e6:10.2f}  {paths[name]}"
         )
     if args.csv is not None:
-        write_csv(args, rows, paths)
+        settings = ("model", "prompt_tokens", "generation_tokens", "batch_size", "num_trials", "prefill_step_size")
+        about = {name: getattr(args, name) for name in settings}
+        about |= {"device": device_name(), "mlx_tq": __version__, "mlx": version("mlx"), "mlx_lm": version("mlx-lm")}
+        lines = [{"cache": name, **asdict(row), "attention": paths[name], **about} for name, row in rows.items()]
+        write_csv(args.csv, lines)
     return 0
-
-
-def write_csv(args: argparse.Namespace, rows: dict[str, Trial], paths: dict[str, str]) -> None:
-    """One line for each cache, with what it was measured on."""
-    settings = ("model", "prompt_tokens", "generation_tokens", "batch_size", "num_trials", "prefill_step_size")
-    about = {name: getattr(args, name) for name in settings}
-    about |= {"device": device_name(), "mlx_tq": __version__, "mlx": version("mlx"), "mlx_lm": version("mlx-lm")}
-    lines = [{"cache": name, **asdict(row), "attention": paths[name], **about} for name, row in rows.items()]
-    with args.csv.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)

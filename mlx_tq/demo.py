@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 
 import mlx.core as mx
 
-from . import __version__
 from .cache import TQKVCache
-from .doctor import device_name
+from .doctor import device_name, versions
 from .format import TQFormat
 from .integrate import leaves, make_prompt_cache
 from .loading import add_format_argument, add_model_argument, attention_path, load, positive
@@ -106,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     prompt = encode(tokenizer, (Path(__file__).parent / "demo_prompt.txt").read_text(encoding="utf-8"))
     print(f"{args.model}: {len(prompt)} prompt tokens, up to {args.max_tokens} new ones, the likeliest each time")
     print(f"format {args.tq_format}: {format.describe()}")
-    print(f"mlx-tq {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {device_name()}\n", flush=True)
+    print(f"{versions()}, {device_name()}\n", flush=True)
 
     def run(label: str, caches: list) -> Answer:
         return answer(model, tokenizer, prompt, caches, args.max_tokens, label)

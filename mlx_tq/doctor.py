@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import perf_counter
@@ -30,6 +29,11 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def versions() -> str:
+    """Those of this package, MLX and mlx-lm."""
+    return ", ".join(f"{name} {_version(name)}" for name in ("mlx-tq", "mlx", "mlx-lm"))
 
 
 def device_name() -> str:
@@ -70,8 +74,7 @@ def _timings() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = setup_arg_parser().parse_args(argv)
-    packages = ", ".join(f"{name} {_version(name)}" for name in ("mlx-tq", "mlx", "mlx-lm"))
-    print(f"{packages}, Python {sys.version.split()[0]}")
+    print(f"{versions()}, Python {platform.python_version()}")
     print(f"{platform.platform()}, device: {device_name()}")
     device, healthy = kernels.backend(), True
     if device is None:

@@ -7,14 +7,12 @@ next-token distributions of both are compared. All numbers of one format make on
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
 import os
 import re
 import sys
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +23,11 @@ import mlx.nn as nn
 import numpy as np
 
 from . import __version__
-from .cache import TQKVCache
 from .doctor import device_name
 from .format import TQFormat
-from .integrate import make_prompt_cache
-from .loading import add_model_argument, attention_path, load, positive
+from .integrate import leaves, make_prompt_cache
+from .loading import add_model_argument, attention_path, load, new_file, positive, write_csv
+from .plan import fill, rows_of
 from .plots import REFERENCE, plot
 
 MLX_LM = {"mlx-lm-4": 4, "mlx-lm-8": 8}
@@ -71,14 +69,6 @@ class CacheFormat:
         from mlx_lm.models.cache import make_prompt_cache as stock_caches
 
         return stock_caches(model) if self.format is None else make_prompt_cache(model, self.format)
-
-    def layer_cache(self, dim: int, value_dim: int):
-        """An empty cache of one layer."""
-        from mlx_lm.models.cache import KVCache
-
-        if self.format is not None:
-            return TQKVCache(self.format)
-        return KVCache() if self.bits is None else KVCache().to_quantized(group_size(dim, value_dim), self.bits)
 
 
 def group_size(*dims: int) -> int:
@@ -386,37 +376,37 @@ def compare(reference: Runner, others: list[Runner], ids: np.ndarray, prefix: in
 # ------------------------------------------------------------------ bytes
 
 
-def cached_layers(model) -> list[tuple[int, int, int, mx.Dtype]]:
-    """(n_kv_heads, D, Dv, dtype) of every plain KV cache of a model, seen in a run over one token.
+def cached_rows(model) -> list[tuple | None]:
+    """`rows_of` each cache of a model, those in lists too, after one token; None for what is no plain KV cache.
 
-    Raises ValueError where the model has none.
+    Raises ValueError where the model has no plain one.
     """
     from mlx_lm.models.cache import KVCache
 
     caches = CacheFormat(REFERENCE).caches(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
-    plain = [c for c in caches if type(c) is KVCache and c.keys is not None]
-    if not plain:
+    rows = [rows_of(cache) if type(cache) is KVCache else None for cache in leaves(caches)]
+    if not any(rows):
         raise ValueError("the model has no plain KV cache to compress")
-    return [(c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.keys.dtype) for c in plain]
+    return rows
 
 
-def bytes_per_token(format: CacheFormat, layers: list[tuple[int, int, int, mx.Dtype]]) -> float:
-    """Bytes that one more token takes in all layers: `nbytes` at two lengths, where all capacity is in use."""
+def bytes_per_token(format: CacheFormat, model, rows: list[tuple | None], group: int = 64) -> float:
+    """Bytes that one more token takes in all plain KV caches: `nbytes` at two lengths, where all capacity is in use.
+
+    rows: what `cached_rows` says of the model.
+    """
+    from mlx_lm.generate import maybe_quantize_kv_cache
+
     exact = format.format.sinks + format.format.window + format.format.page if format.format is not None else 0
     short = -(-exact // 256) * 256 + 256
 
-    @cache
-    def one(layer):
-        heads, dim, value_dim, dtype = layer
-        held = []
-        for length in (short, short + 512):
-            cache = format.layer_cache(dim, value_dim)
-            cache.update_and_fetch(*(mx.ones((1, heads, length, d), dtype) for d in (dim, value_dim)))
-            held.append(cache.nbytes)
-        return (held[1] - held[0]) / 512
+    def held(length: int) -> int:
+        caches = format.caches(model)
+        maybe_quantize_kv_cache(caches, 0, group, format.bits)
+        return sum(fill(cache, own, length, 1)[0] for cache, own in zip(leaves(caches), rows, strict=True) if own)
 
-    return sum(one(layer) for layer in layers)
+    return (held(short + 512) - held(short)) / 512
 
 
 # ------------------------------------------------------------------ the tests
@@ -428,7 +418,7 @@ class Evaluation:
 
     model: object
     tokens: Tokens
-    layers: list
+    rows: list
     args: argparse.Namespace
 
     def __post_init__(self):
@@ -446,16 +436,17 @@ class Evaluation:
 
     def units(self, formats: int) -> int:
         """Progress-bar units of a group of formats."""
-        one = 0
-        for _, ids, prefix in self.plan:
-            chunks = [min(_PREFILL, prefix - start) for start in range(0, prefix, _PREFILL)]
-            one += sum(map(_bar_units, chunks)) + ids.shape[1] - 1 - prefix
+        one = sum(_bar_units(prefix) + ids.shape[1] - 1 - prefix for _, ids, prefix in self.plan)
         return one * (formats + 1)
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(1, n_kv_heads, D) of the keys and of the values of every plain KV cache."""
+        return [shape for own in self.rows if own for shape in own[:2]]
 
     def runner(self, format: CacheFormat) -> Runner:
         """A runner with empty caches. Raises ValueError for a format that does not go with the model."""
-        widths = [width for layer in self.layers for width in layer[1:3]]
-        return Runner(self.model, format, group_size(*widths) if format.bits else 64)
+        return Runner(self.model, format, group_size(*(dim for *_, dim in self.shapes)) if format.bits else 64)
 
     def missing(self, format: CacheFormat) -> str | None:
         """Why this device or model cannot run a format, or None."""
@@ -478,10 +469,9 @@ class Evaluation:
                     row |= copy_results(p)
                 else:
                     row["needle"] += needle_results(p, name, self.args.needle_depths, self.answers[name])
-        for row, format in zip(rows, formats, strict=True):
-            row["bytes_per_token"] = bytes_per_token(format, self.layers)
-            elements = sum(heads * (dim + value_dim) for heads, dim, value_dim, _ in self.layers)
-            row["bits_per_element"] = 8 * row["bytes_per_token"] / elements
+        for row, runner in zip(rows, runners, strict=True):
+            row["bytes_per_token"] = bytes_per_token(runner.format, self.model, self.rows, runner.group)
+            row["bits_per_element"] = 8 * row["bytes_per_token"] / sum(heads * dim for _, heads, dim in self.shapes)
             for key in ("found", "found_ref", "agreement", "logprob", "logprob_ref"):
                 cells = [cell[key] for cell in row["needle"]]
                 row[f"needle_{key}"] = float(np.mean(cells)) if cells else None
@@ -566,15 +556,6 @@ def write_rows(path: Path | None, rows: list[dict]) -> None:
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
-
-
-def write_csv(path: Path, rows: list[dict]) -> None:
-    """All numbers but the needle's cells."""
-    names = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list | dict))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(names), extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _cell(name: str, value) -> str:
@@ -678,10 +659,10 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     files = parser.add_argument_group("files")
     files.add_argument(
-        "--out", type=Path, metavar="JSON", help="results: rows are added, those with the same settings replaced"
+        "--out", type=new_file, metavar="JSON", help="results: rows are added, those with the same settings replaced"
     )
     files.add_argument("--resume", action="store_true", help="do not run what --out has with the same settings")
-    files.add_argument("--csv", type=Path, metavar="CSV", help="the rows of this run's formats as a table")
+    files.add_argument("--csv", type=new_file, metavar="CSV", help="the rows of this run's formats as a table")
     files.add_argument("--plot", type=Path, metavar="FOLDER", help="writes kl.png and needle.png")
     return parser
 
@@ -700,9 +681,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Ca
         parser.error("--resume needs --out")
     if args.plot is not None and find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install "mlx-tq[bench]"')
-    for path in (args.out, args.csv):
-        if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"the folder of {str(path)!r} must exist")
     return formats
 
 
@@ -743,11 +721,11 @@ def evaluate(args: argparse.Namespace, formats: list[CacheFormat], model=None, t
     if pending:
         if model is None:
             model, tokenizer = load(args.model)
-        layers = cached_layers(model)
-        evaluation = Evaluation(prepare(model), Tokens(tokenizer, text), layers, args)
+        cached = cached_rows(model)  # before `prepare`, which may change the dtype
+        evaluation = Evaluation(prepare(model), Tokens(tokenizer, text), cached, args)
         about = settings | {
             "device": device_name(),
-            "dtype": ", ".join(sorted({str(layer[3]).rpartition(".")[2] for layer in layers})),
+            "dtype": ", ".join(sorted({str(own[2]).rpartition(".")[2] for own in cached if own})),
             "mlx": version("mlx"),
             "mlx_lm": version("mlx-lm"),
             "python": sys.version.split()[0],

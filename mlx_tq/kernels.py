@@ -216,6 +216,8 @@ class SelfTest:
         self.problem, self.denormal, self.error = problem, denormal, error
 
 
+# A float16 result may be off by so much less, compared with a float32 one.
+_SHORT_WEIGHT = 0.02
 _tests: dict[str, SelfTest] = {}
 _test_lock = threading.RLock()
 
@@ -232,7 +234,7 @@ def self_test(device: str) -> SelfTest:
             for denormal in (True, False):
                 _tests[device] = SelfTest(None, denormal, None)  # what the launches below will see
                 try:
-                    error = _self_test_error()
+                    error = _self_test_error(device)
                     problem = None if error < 1e-4 else f"the self test is off by {error:.3g}"
                 except Exception as failure:  # a compiler or driver error of any kind: report it, use ops
                     error, problem = None, f"the self test failed: {failure}"
@@ -244,7 +246,7 @@ def self_test(device: str) -> SelfTest:
         return _tests[device]
 
 
-def _self_test_error() -> float:
+def _self_test_error(device: str) -> float:
     """Largest difference between kernels and MLX ops on the CPU, relative to the largest value.
 
     Covers encoding and attention. Encoded bits may differ where a device rounds a division in another way: a few codes
@@ -274,10 +276,15 @@ def _self_test_error() -> float:
             ]
             want = ops_attention(q, *rows, 0.125, None, None, None)
             mx.eval(want, [a for regions in theirs for a in regions if a is not None])
-        got = attend(q, *rows, 0.125, None, None, None)
-        mx.eval(got)
+        got = {mx.float32: attend(q, *rows, 0.125, None, None, None)}
+        if _has_mma(device):
+            short = [replace(r, dtype=mx.float16) for r in rows]
+            got[mx.float16] = attend(q.astype(mx.float16), *short, 0.125, None, None, None).astype(mx.float32)
+        mx.eval(*got.values())
         with mx.stream(mx.cpu):
-            errors.append((mx.max(mx.abs(got - want)) / mx.max(mx.abs(want))).item())
+            for dtype, out in got.items():
+                error = mx.max(mx.abs(out - want)) / mx.max(mx.abs(want))
+                errors.append(error.item() * (1 if dtype == mx.float32 else _SHORT_WEIGHT))
     return float(np.max(errors))  # NaN if any is
 
 
@@ -382,6 +389,7 @@ def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int
     return most
 
 
+@cache
 def _has_mma(device: str) -> bool:
     """Whether the device has the instructions of attend_mma.metal: NVIDIA's since compute capability 8.0."""
     return device == "cuda" and mx.device_info()["compute_capability_major"] >= 8

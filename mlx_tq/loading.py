@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def new_file(text: str) -> Path:
+    """An argparse type: a file that can be written, as far as its folder exists."""
+    path = Path(text)
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {text!r}")
+    return path
 
 
 def format_name(text: str) -> str:
@@ -114,3 +123,12 @@ def attention_path(caches: list) -> str:
     """Which path attention took over the compressed caches among these, which hold tokens."""
     paths = {explain(cache) for cache in leaves(caches) if isinstance(cache, TQKVCache)}
     return "; ".join(sorted(paths)) or "mlx-lm's own"
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    """Rows as a table, with every field of any row; lists and dicts are left out."""
+    names = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list | dict))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(names), extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

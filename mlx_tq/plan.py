@@ -22,13 +22,11 @@ from .format import TQFormat
 from .integrate import leaves, make_prompt_cache
 from .loading import ModelError, add_model_argument, model_path, positive
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?")
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _STEPS, _STEP = 128, 256  # at most so many steps of filling, of at least so many tokens
 _LONGEST = 1 << 17  # tokens, where the config names no context length
 _GROUP_SIZE = 64  # of mlx-lm's quantised cache, as its --kv-group-size has it
-_CONFIG_FILES = ["*.json", "*.py"]
 
 
 def size(text: str) -> int:
@@ -36,8 +34,7 @@ def size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip().upper())
     if not match or (match[3] and not match[2]) or not (number := float(match[1])):
         raise argparse.ArgumentTypeError(f"must be a size such as 16GB or 512MiB, got {text!r}")
-    unit = 1024 ** "KMGT".find(match[2]) * 1024 if match[3] else _UNITS[match[2]]
-    return int(number * unit)
+    return int(number * (1024 if match[3] else 1000) ** "BKMGT".find(match[2]))
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -63,7 +60,7 @@ def config_folder(name: str) -> Path:
 
     path = model_path(name)
     try:
-        return _download(path, allow_patterns=_CONFIG_FILES)
+        return _download(path, allow_patterns=["*.json", "*.py"])
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r} cannot be read: {error}") from error
 

@@ -247,7 +247,9 @@ def test_self_test_passes_and_is_kept(fused_kernels):
 @runner_only
 def test_self_test_turns_to_integers_where_denormals_are_flushed(fused_kernels, monkeypatch):
     honest = kernels._self_test_error
-    monkeypatch.setattr(kernels, "_self_test_error", lambda: 1.0 if kernels._tests["metal"].denormal else honest())
+    monkeypatch.setattr(
+        kernels, "_self_test_error", lambda device: 1.0 if kernels._tests["metal"].denormal else honest(device)
+    )
     kernels._tests.clear()
     test = kernels.self_test("metal")
     assert test.problem is None and not test.denormal

@@ -2,12 +2,14 @@
 
 import copy
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 
 import mlx_tq
 from mlx_tq import TQFormat, store, view
+from mlx_tq.integrate import leaves
 
 # A prompt of 100 tokens fills the packed rows and both kinds of exact ones.
 FORMAT = TQFormat(centered_keys=True, window=32, page=32)
@@ -18,29 +20,11 @@ def tokens(n, seed=0):
     return np.random.default_rng(seed).integers(1, 255, n).tolist()
 
 
-def flat(caches):
-    """The caches of a model, those in lists included."""
-    out = []
-    for cache in caches:
-        out += flat(cache.caches) if hasattr(cache, "caches") else [cache]
-    return out
-
-
 def forward(model, caches, ids):
     """Float32 logits `(len(ids), vocabulary)` of one more piece of a sequence."""
     logits = model(mx.array([ids]), cache=caches)[0].astype(mx.float32)
     mx.eval(logits, [cache.state for cache in caches])
     return logits
-
-
-@contextmanager
-def replaced(owner, name, value):
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
 
 
 @contextmanager
@@ -58,13 +42,13 @@ def recorded():
         decoded.extend(zip(rows, out, strict=True))
         return out
 
-    with replaced(view, "attention", attend), replaced(store, "views", make):
+    with patch.object(view, "attention", attend), patch.object(store, "views", make):
         yield calls, decoded
 
 
 def decoding():
     """Attention decodes all rows and goes through MLX's own function."""
-    return replaced(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
+    return patch.object(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
 
 
 def poisoned():
@@ -73,7 +57,7 @@ def poisoned():
     def nan(self, array):
         mx.array.__init__(self, mx.full(array.shape, mx.nan, array.dtype))
 
-    return replaced(view.TQView, "__init__", nan)
+    return patch.object(view.TQView, "__init__", nan)
 
 
 def reads(model):
@@ -82,7 +66,7 @@ def reads(model):
     None for a model of which nothing is compressed.
     """
     caches, spoiled = (mlx_tq.make_prompt_cache(model, FORMAT) for _ in range(2))
-    if not any(isinstance(cache, store.StoredCache) for cache in flat(caches)):
+    if not any(isinstance(cache, store.StoredCache) for cache in leaves(caches)):
         return None
     out = []
     for ids in (tokens(PROMPT), tokens(1)):
