@@ -12,7 +12,7 @@ endif
 comma := ,
 WITH_DEVICE := $(if $(DEVICE),$(comma)$(DEVICE))
 
-.PHONY: help demo test test-slow test-archs lint agx wheel clean
+.PHONY: help demo test test-slow test-archs lint bench agx wheel clean
 
 help:
 	@echo "make demo       a small model over its own cache and over a compressed one"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-slow  all tests, also those that take minutes"
 	@echo "make test-archs every architecture of mlx-lm, as tiny models"
 	@echo "make lint       ruff, formatting included"
+	@echo "make bench      attention over a cache against MLX's and mlx-lm's (BENCH=\"--help\" for its options)"
 	@echo "make agx        what the kernels cost on Apple's instruction set (Linux and root only; AGX=folder of the compiler)"
 	@echo "make wheel      wheel and source archive in dist/"
 	@echo "make clean      removes $(VENV), dist and caches"
@@ -39,6 +40,9 @@ test-archs: $(VENV)/test.stamp
 lint: $(VENV)/dev.stamp
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
+
+bench: $(VENV)/demo.stamp
+	@$(PYTHON) benchmarks/attention.py $(BENCH)
 
 agx: $(VENV)/demo.stamp
 	@test -x "$(AGX)/root/src/mesa/build/src/asahi/clc/asahi_clc" || sh benchmarks/agx/build.sh "$(AGX)"

@@ -45,7 +45,7 @@ class Case:
     head_dim: int = 128
 
 
-LENGTHS = (1024, 8192, 32768, 131072)
+LENGTHS = (1024, 4096, 8192, 32768, 131072)
 CASES = (
     [Case("decode", n) for n in LENGTHS]
     + [Case("batch", n, batch=b) for b in (4, 16) for n in (1024, 8192, 32768)]
@@ -182,12 +182,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV file to write")
     parser.add_argument("--formats", default="default", help="presets, separated by commas (default: %(default)s)")
     parser.add_argument("--cases", default="", help="only cases whose name is in this list")
-    parser.add_argument("--max-cached", type=int, default=131072, help="leave out longer caches")
+    parser.add_argument("--max-cached", type=int, help="leave out longer caches (default: 4096 on a CPU, else none)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds per case, about (default: %(default)s)")
     parser.add_argument("--commit", default=commit(), help="what to write as the commit (default: git's)")
     parser.add_argument("--no-q4", action="store_true", help="leave out mlx-lm's quantised attention")
     args = parser.parse_args()
+    longest = args.max_cached or (131072 if mx.default_device().type == mx.gpu else 4096)
     about = {"device": device_name(), "mlx": mx.__version__, "commit": args.commit}
     print(f"{about['device']}, mlx {about['mlx']}, commit {about['commit'] or 'unknown'}", file=sys.stderr)
     out = []
@@ -196,7 +197,7 @@ def main() -> None:
         f" {'ours':>9s} {'bf16':>9s} {'q4':>9s} {'bf16/ours':>9s}"
     )
     for case in CASES:
-        if case.cached > args.max_cached or (args.cases and case.name not in args.cases.split(",")):
+        if case.cached > longest or (args.cases and case.name not in args.cases.split(",")):
             continue
         for format in args.formats.split(","):
             row = measure(case, format, args.rounds, args.budget, not args.no_q4 and case.queries == 1)

@@ -35,7 +35,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-tq",
         description="FlashAttention over a TurboQuant-compressed KV cache, for MLX and mlx-lm.",
-        epilog=f"commands:\n{listed}\n\n`mlx-tq COMMAND --help` says more.",
+        epilog=f"commands:\n{listed}\n\n`mlx-tq COMMAND --help` says more. With MLX_TQ_DEBUG=1, errors come with a traceback.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -59,14 +59,9 @@ def formats(argv: list[str]) -> int:
 def _run(command: str, argv: list[str]) -> int:
     if command == "formats":
         return formats(argv)
-    if command not in hosted.MODULES:
-        return import_module(f"mlx_tq.{_MODULES.get(command, command)}").main(argv)
-    try:
+    if command in hosted.MODULES:
         return hosted.run(command, argv)
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:  # which is how mlx-lm reports what the user got wrong
-        sys.exit(f"error: {error}")
+    return import_module(f"mlx_tq.{_MODULES.get(command, command)}").main(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,13 +78,16 @@ def main(argv: list[str] | None = None) -> int:
         if error.name in _NEEDED:
             sys.exit(f"error: mlx-tq {args.command} needs {_NEEDED[error.name]}")
         raise
-    except (FetchError, ModelError) as error:
-        sys.exit(f"error: {error}")
     except BrokenPipeError:  # the reader of a pipe, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
+    except (FetchError, OSError, ValueError) as error:  # which is how mlx-lm reports what the user got wrong
+        if os.environ.get("MLX_TQ_DEBUG"):
+            raise
+        sure = isinstance(error, FetchError | ModelError)  # others may be bugs
+        sys.exit(f"error: {error}" + ("" if sure else "\n(MLX_TQ_DEBUG=1 shows where it was raised)"))
 
 
 if __name__ == "__main__":

@@ -469,8 +469,8 @@ class Evaluation:
                     row |= copy_results(p)
                 else:
                     row["needle"] += needle_results(p, name, self.args.needle_depths, self.answers[name])
-        for row, runner in zip(rows, runners, strict=True):
-            row["bytes_per_token"] = bytes_per_token(runner.format, self.model, self.rows, runner.group)
+        for row, format in zip(rows, formats, strict=True):
+            row["bytes_per_token"] = bytes_per_token(format, self.model, self.rows, self.runner(format).group)
             row["bits_per_element"] = 8 * row["bytes_per_token"] / sum(heads * dim for _, heads, dim in self.shapes)
             for key in ("found", "found_ref", "agreement", "logprob", "logprob_ref"):
                 cells = [cell[key] for cell in row["needle"]]
@@ -758,11 +758,7 @@ def evaluate(args: argparse.Namespace, formats: list[CacheFormat], model=None, t
 def main(argv: list[str] | None = None) -> int:
     parser = setup_arg_parser()
     args = parser.parse_args(argv)
-    formats = _check(parser, args)
-    try:
-        rows = evaluate(args, formats)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    rows = evaluate(args, _check(parser, args))
     if args.csv is not None:
         write_csv(args.csv, rows)
     print(table(rows))

@@ -13,8 +13,10 @@ pytest.importorskip("mlx_lm")
 pytest.importorskip("tqdm")
 
 import tiny_llama
+from archs import configs
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_caches
+from test_cli import fails
 
 import mlx_tq
 from mlx_tq import TQFormat, TQKVCache, cli, evaluate
@@ -211,32 +213,45 @@ def test_the_prepared_model_computes_the_same():
         np.testing.assert_allclose(np.array(prepared(part)), np.array(plain(part)), atol=1e-5)
 
 
+class Layers:
+    """A model of which only the caches are asked for, and rows of keys and values for each of them."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def make_cache(self):
+        return [KVCache() for _ in self.rows]
+
+
 @pytest.mark.parametrize(
     "spec", ["default", "k4v4", "tq3", "k4v4:key_bits=16", "key_bits=3,value_bits=2,centered_keys=1"]
 )
 def test_bytes_are_measured(spec):
     format = parse_format(spec)
-    layers = [(3, 64, 64, mx.float16), (2, 128, 64, mx.float16)]
+    shapes = [((1, 3, 64), (1, 3, 64)), ((1, 2, 128), (1, 2, 64))]
     want = 0
-    for heads, dim, value_dim, dtype in layers:
+    for layer in shapes:
         held = []
         for length in (2048, 3072):
             cache = TQKVCache(format.format)
-            cache.update_and_fetch(*(mx.zeros((1, heads, length, d), dtype) for d in (dim, value_dim)))
+            cache.update_and_fetch(*(mx.zeros((1, heads, length, d), mx.float16) for _, heads, d in layer))
             held.append(cache.nbytes)
         want += (held[1] - held[0]) / 1024
-    assert evaluate.bytes_per_token(format, layers) == want
-    exact = sum(h * (d + v) * format.format.bits_per_element(d, v) for h, d, v, _ in layers) / 8
+    rows = [(*layer, mx.float16) for layer in shapes]
+    assert evaluate.bytes_per_token(format, Layers(*rows), rows) == want
+    exact = sum(h * (d + v) * format.format.bits_per_element(d, v) for (_, h, d), (_, _, v) in shapes) / 8
     assert want == pytest.approx(exact)
 
 
 @pytest.mark.parametrize(("spec", "bits"), [("fp16", 16), ("mlx-lm-4", 4.5), ("mlx-lm-8", 8.5)])
 def test_bytes_of_other_caches(spec, bits):
-    assert evaluate.bytes_per_token(parse_format(spec), [(2, 64, 64, mx.bfloat16)] * 3) == 3 * 2 * 128 * bits / 8
+    rows = [((1, 2, 64), (1, 2, 64), mx.bfloat16)] * 3
+    assert evaluate.bytes_per_token(parse_format(spec), Layers(*rows), rows) == 3 * 2 * 128 * bits / 8
 
 
-def test_cached_layers(model):
-    assert evaluate.cached_layers(tiny_llama.tiny_model(["x"] * 260)) == [(1, 64, 64, mx.float16)] * 2
+def test_cached_rows():
+    rows = (1, 1, 64), (1, 1, 64), mx.float16
+    assert evaluate.cached_rows(tiny_llama.tiny_model(["x"] * 260)) == [rows] * 2
 
     class Bounded:
         layers = ()
@@ -248,7 +263,28 @@ def test_cached_layers(model):
             return mx.zeros(1)
 
     with pytest.raises(ValueError, match="no plain KV cache"):
-        evaluate.cached_layers(Bounded())
+        evaluate.cached_rows(Bounded())
+
+
+@pytest.mark.parametrize("name", ("deepseek_v3", "longcat_flash", "falcon_h1"))
+def test_latents_and_caches_in_lists(name, text):
+    """Their bytes are those of the caches that `enable` makes, in the formats it derives."""
+
+    class Tokenizer(ByteTokenizer):
+        START = 0  # the model knows fewer tokens
+
+    args = arguments("--text", text, "--no-needle", "--no-copy")
+    formats = [parse_format(spec) for spec in ("fp16", f"k4v4:{SMALL}")]
+    stock, ours = evaluate.evaluate(args, formats, configs.build(name), Tokenizer())
+    assert stock["kl_mean"] == 0 < ours["kl_mean"] < 0.1
+    model = configs.build(name)
+    sizes = []
+    for length in (2048, 3072):
+        caches = mlx_tq.make_prompt_cache(model, formats[1].format)
+        model(mx.zeros((1, length), mx.int32), cache=caches)
+        sizes.append(sum(cache.nbytes for cache in caches))
+    assert ours["bytes_per_token"] == (sizes[1] - sizes[0]) / 1024
+    assert stock["bits_per_element"] == 32
 
 
 def test_group_size():
@@ -293,7 +329,7 @@ def test_copy_rows_repeat_a_passage(random):
 def test_the_last_copy_is_measured(model, text):
     tokens = Tokens(ByteTokenizer(), "the quick brown fox jumps over the lazy dog")
     args = arguments("--text", text, "--limit", "2", "--prefix", "4", "--no-needle")
-    plan = evaluate.Evaluation(model, tokens, evaluate.cached_layers(model), args).plan
+    plan = evaluate.Evaluation(model, tokens, evaluate.cached_rows(model), args).plan
     name, ids, prefix = plan[1]
     assert name == "copy"
     np.testing.assert_array_equal(ids[:, prefix:], ids[:, 1:21])
@@ -319,14 +355,6 @@ def test_needle_rows_hold_the_fact():
 
 
 # ------------------------------------------------------------------ the command
-
-
-def fails(capsys, *argv) -> str:
-    """The message of a command that ends with an error."""
-    with pytest.raises(SystemExit) as stopped:
-        evaluate.main(list(argv))
-    assert stopped.value.code not in (0, None)
-    return stopped.value.code if isinstance(stopped.value.code, str) else capsys.readouterr().err
 
 
 def test_the_command(folder, text, tmp_path, capsys):
@@ -442,24 +470,24 @@ def test_a_run_of_nothing_but_skipped_formats_fails(folder, text, monkeypatch, c
         (["--resume"], "--resume needs --out"),
         (["--limit", "0"], "at least 1, got '0'"),
         (["--needle-depths", "0,2"], "numbers from 0 to 1, separated by commas, got '0,2'"),
-        (["--out", "/no/such/folder/rows.json"], "'/no/such/folder/rows.json' must exist"),
+        (["--out", "/no/such/folder/rows.json"], "--out: must be in a folder that exists, got '/no/such/folder/rows.json'"),
         (["--text", "/no/such/text"], "--text '/no/such/text' cannot be read"),
         (["--model", "/no/such/folder"], "got '/no/such/folder'"),
     ],
 )
 def test_mistakes_are_named(argv, message, capsys):
-    assert message in fails(capsys, *argv)
+    assert message in fails(capsys, "eval", *argv)
 
 
 def test_files_that_are_no_results(folder, text, tmp_path, capsys):
     out = tmp_path / "rows.json"
     for content in ("[", '{"a": 1}', "[1]", '[{"format": "x"}]'):
         out.write_text(content)
-        assert "holds no results of this command" in fails(capsys, "--model", folder, "--text", text, "--out", str(out))
+        assert "holds no results of this command" in fails(capsys, "eval", "--model", folder, "--text", text, "--out", str(out))
 
 
 def test_short_texts(folder, text, capsys):
-    assert "lower --limit, --prefix or --batch" in fails(capsys, "--model", folder, "--text", text)
+    assert "lower --limit, --prefix or --batch" in fails(capsys, "eval", "--model", folder, "--text", text)
 
 
 def test_the_subcommand(capsys):
