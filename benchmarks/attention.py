@@ -12,7 +12,6 @@ what was held before one call.
 from __future__ import annotations
 
 import argparse
-import csv
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -24,11 +23,8 @@ import numpy as np
 
 import mlx_tq
 from mlx_tq.doctor import device_name
+from mlx_tq.loading import new_file, write_csv
 
-FIELDS = (
-    "case batch n_heads n_kv_heads head_dim cached queries format ours_us bf16_us mlx_lm_q4_us ratio_bf16 p20 p80 "
-    "host_us bf16_host_us ours_bytes bf16_bytes ours_peak bf16_peak path device mlx commit"
-).split()
 # Bytes that the rotating caches of one method should reach together.
 ROTATE_BYTES = 200 << 20
 MAX_CACHES = 16
@@ -167,19 +163,9 @@ def commit() -> str:
     return out.stdout.strip()
 
 
-def write(path: Path | None, out: list[dict]) -> None:
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(out)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--out", type=new_file, help="CSV file to write")
     parser.add_argument("--formats", default="default", help="presets, separated by commas (default: %(default)s)")
     parser.add_argument("--cases", default="", help="only cases whose name is in this list")
     parser.add_argument("--max-cached", type=int, help="leave out longer caches (default: 4096 on a CPU, else none)")
@@ -202,7 +188,8 @@ def main() -> None:
         for format in args.formats.split(","):
             row = measure(case, format, args.rounds, args.budget, not args.no_q4 and case.queries == 1)
             out.append(row | about)
-            write(args.out, out)
+            if args.out is not None:
+                write_csv(args.out, out)
             print(
                 f"{case.name:9s} {case.batch:3d} {case.n_heads:4d}/{case.n_kv_heads:<2d} {case.head_dim:4d}"
                 f" {case.cached:7d} {case.queries:5d} {format:9s} {row['ours_us']:9.1f} {row['bf16_us']:9.1f}"

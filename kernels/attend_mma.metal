@@ -94,14 +94,14 @@ const int share = (blocks + splits * NSG - 1) / (splits * NSG);
 const int begin = (split * NSG + sg) * share, end = min(begin + share, blocks);
 const int last_seen = columns - L + min(first_row + 7, rows - 1) / G;
 
-// Accumulators, coordinate 2 i + h of this lane's in acc[i][2 h] and acc[i][2 h + 1]; value_unit: what weights of
-// codes are divided by, so that they fit float16 whatever the scales of the values are.
-float acc[TILES * 4], top[2], denominator[2], weight_sum[2], mean_score[2], value_unit = 0.0f;
+// Accumulators, coordinate 2 i + h of this lane's in acc[i][2 h] and acc[i][2 h + 1]; value_unit: what a column's
+// weights of codes are divided by, so that the largest fit float16 whatever the scales of the values are.
+float acc[TILES * 4], top[2], denominator[2], weight_sum[2], mean_score[2], value_unit[2];
 #pragma unroll
 for (int i = 0; i < TILES * 4; ++i) acc[i] = 0.0f;
 for (int i = 0; i < 2; ++i) {
   top[i] = LOWEST;
-  denominator[i] = weight_sum[i] = mean_score[i] = 0.0f;
+  denominator[i] = weight_sum[i] = mean_score[i] = value_unit[i] = 0.0f;
 }
 
 // The words of a block are read while the one before it is worked on: keys after its scores, values after its sums.
@@ -146,7 +146,6 @@ for (int block = begin; block < coded_end; ++block) {
     }
   }
   load_keys<D, KB>(k_rows, k_planes, next, lane, k_words, k_bits);
-  bool wider = false;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int token = start + 8 * (i / 2) + g, row = min(first_row + 2 * t + i % 2, rows - 1);
@@ -154,19 +153,16 @@ for (int block = begin; block < coded_end; ++block) {
     const bool seen = see<MASK, SOFTCAP>(
         s, token < n_packed, row, pad + first + token, mask, batch, kv_head, params, consts[1]);
     score[i] = seen ? s : -INFINITY;
-    wider = wider || v_factor[i / 2] > value_unit;
   }
-  if (simd_any(wider)) {
-    const float widest = max(max(v_factor[0], v_factor[1]), max(v_factor[2], v_factor[3]));
-    const float new_unit = over_tokens_max(max(widest, value_unit)), smaller = value_unit / new_unit;
-    value_unit = new_unit;
+  raise_top<0>(score, top, denominator, value_unit, acc);
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) acc[i] *= smaller;
-    weight_sum[0] *= smaller;
-    weight_sum[1] *= smaller;
+  for (int i = 0; i < 8; ++i) {
+    const float p = exp2(score[i] - top[i % 2]);
+    denominator[i % 2] += p;
+    score[i] = p == 0.0f ? 0.0f : p * v_factor[i / 2];
   }
-  raise_top<TILES>(score, top, denominator, weight_sum, acc);
-  const float inverse = value_unit > 1e-37f ? 1.0f / value_unit : 0.0f;
+  float inverse[2];
+  raise_unit<TILES>(score, value_unit, inverse, weight_sum, acc);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     uint weights[2];
@@ -175,9 +171,7 @@ for (int block = begin; block < coded_end; ++block) {
       float w[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float p = exp2(score[4 * m + 2 * h + i] - top[i]);
-        denominator[i] += p;
-        w[i] = p == 0.0f ? 0.0f : float(float16_t(p * (v_factor[2 * m + h] * inverse)));
+        w[i] = float(float16_t(score[4 * m + 2 * h + i] * inverse[i]));
         weight_sum[i] += w[i];
       }
       weights[h] = transpose_8x8(pair_of<float16_t>(w[0], w[1]));
@@ -206,7 +200,7 @@ weight_sum[1] = over_tokens_sum(weight_sum[1]);
 #pragma unroll
 for (int i = 0; i < TILES * 4; ++i) {
   const float scale = field_scale<field_width(VB), true>(i / 2 % VF);
-  acc[i] = fma(acc[i], scale, -weight_sum[i % 2] * code_offset<VB, false>()) * value_unit;
+  acc[i] = fma(acc[i], scale, -weight_sum[i % 2] * code_offset<VB, false>()) * value_unit[i % 2];
 }
 
 // Exact rows: a number that 16 bits do not hold is multiplied as the sum of two that they hold. Rows past the live ones
@@ -232,7 +226,7 @@ for (int block = max(begin, packed_blocks); block < end; ++block) {
         consts[1]);
     score[i] = seen ? s : -INFINITY;
   }
-  raise_top<TILES>(score, top, denominator, weight_sum, acc);
+  raise_top<TILES>(score, top, denominator, value_unit, acc);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     uint weights[2], rest[2];

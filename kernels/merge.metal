@@ -19,7 +19,7 @@ for (int s = lane; s < splits; s += 32) {
   denominator += exp2(softmax[at] - top) * softmax[at + 1];
 }
 denominator = simd_sum(denominator);
-const float norm = denominator > 0.0f ? consts[3] / denominator : 0.0f;
+const float norm = denominator == 0.0f ? 0.0f : consts[3] / denominator;  // a NaN stays, so that it shows
 
 // Every simdgroup adds up its share of the splits, then the first one those of all.
 float x[(DV + 31) / 32];

@@ -120,25 +120,52 @@ TQ_FUNC float over_tokens_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(16));
 }
 
-// Raises the maxima that weights refer to where a score is well above, and makes all sums refer to the new ones.
+constant constexpr float LAZY = 4.0f;  // in powers of two: weights up to 16
+
+// The largest of a lane's 8 numbers in each of its two columns.
+TQ_FUNC void column_max(thread const float* x, thread float* most) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) most[i] = max(max(x[i], x[i + 2]), max(x[i + 4], x[i + 6]));
+}
+
+// Raises the maxima that weights refer to where a score is well above, and makes sums refer to the new ones: those of
+// weights, and what the accumulators are multiplied by, or the accumulators themselves.
 template <int TILES>
 TQ_FUNC void raise_top(
-    thread const float* score, thread float* top, thread float* denominator, thread float* weight_sum,
-    thread float* acc) {
-  constexpr float LAZY = 4.0f;  // in powers of two: weights up to 16
-  float most[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) most[i] = max(max(score[i], score[i + 2]), max(score[i + 4], score[i + 6]));
+    thread const float* score, thread float* top, thread float* denominator, thread float* unit, thread float* acc) {
+  float most[2], shrink[2];
+  column_max(score, most);
   if (!simd_any(most[0] > top[0] + LAZY || most[1] > top[1] + LAZY)) return;
-  float shrink[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float raised = max(top[i], over_tokens_max(most[i]));
     shrink[i] = exp2(top[i] - raised);
     top[i] = raised;
     denominator[i] *= shrink[i];
-    weight_sum[i] *= shrink[i];
+    unit[i] *= shrink[i];
   }
 #pragma unroll
   for (int i = 0; i < TILES * 4; ++i) acc[i] *= shrink[i % 2];
+}
+
+// Raises the units of weights where a weight is well above, and gives their inverses.
+template <int TILES>
+TQ_FUNC void raise_unit(
+    thread const float* weight, thread float* unit, thread float* inverse, thread float* weight_sum,
+    thread float* acc) {
+  float most[2];
+  column_max(weight, most);
+  const bool above = simd_any(most[0] > unit[0] * 16.0f || most[1] > unit[1] * 16.0f);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float before = unit[i];
+    if (above) unit[i] = max(before, over_tokens_max(most[i]));
+    inverse[i] = unit[i] > 1e-37f ? 1.0f / unit[i] : 0.0f;
+    if (above) {
+      const float smaller = before * inverse[i];
+      weight_sum[i] *= smaller;
+#pragma unroll
+      for (int n = i; n < TILES * 4; n += 2) acc[n] *= smaller;
+    }
+  }
 }

@@ -35,7 +35,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-tq",
         description="FlashAttention over a TurboQuant-compressed KV cache, for MLX and mlx-lm.",
-        epilog=f"commands:\n{listed}\n\n`mlx-tq COMMAND --help` says more. With MLX_TQ_DEBUG=1, errors come with a traceback.",
+        epilog=f"commands:\n{listed}\n\n`mlx-tq COMMAND --help` says more.\n"
+        "With MLX_TQ_DEBUG=1 in the environment, errors come with a traceback.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -86,8 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     except (FetchError, OSError, ValueError) as error:  # which is how mlx-lm reports what the user got wrong
         if os.environ.get("MLX_TQ_DEBUG"):
             raise
-        sure = isinstance(error, FetchError | ModelError)  # others may be bugs
-        sys.exit(f"error: {error}" + ("" if sure else "\n(MLX_TQ_DEBUG=1 shows where it was raised)"))
+        ours = isinstance(error, FetchError | ModelError) and error.__cause__ is None  # others may be bugs
+        sys.exit(f"error: {error}" + ("" if ours else "\n(MLX_TQ_DEBUG=1 shows where it was raised)"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from .attention import holds_latent
 from .cache import TQKVCache
 from .format import TQFormat
 from .integrate import describe_latent, enable, leaves
-from .loading import DEMO_MODEL, MODEL_HELP, add_format_argument, attention_path, model_path, unpack_on_cpu
+from .loading import DEMO_MODEL, MODEL_HELP, add_format_argument, attention_path, load, model_path
 
 # Our name of each command, and mlx-lm's module.
 MODULES = {
@@ -83,13 +83,12 @@ def _parser_class(command: str, argv: list[str], ours: argparse.Namespace) -> ty
     return Parser
 
 
-def _enabling(load, ours: argparse.Namespace):
+def _enabling(loader, ours: argparse.Namespace):
     """`load` or `sharded_load` of mlx-lm, by any name `--model` takes, with the model enabled."""
 
-    @wraps(load)
+    @wraps(loader)
     def wrapped(name, *args, **options):
-        loaded = load(model_path(name), *args, **options)
-        unpack_on_cpu(loaded[0])
+        loaded = load(name, *args, loader=loader, **options)
         if not ours.tq_off:
             plan = enable(loaded[0], ours.tq_format)
             if not ours.from_file and mx.distributed.init().rank() == 0:

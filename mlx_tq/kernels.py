@@ -464,6 +464,7 @@ def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap
     length = q.shape[2]
     return (
         q.shape[1] // keys.n_kv_heads * length >= _DENSE_ROWS
+        and keys.layout.length > 0
         and (mask is None or (isinstance(mask, str) and length <= keys.layout.length))
         and sinks is None
         and softcap is None

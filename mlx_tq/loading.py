@@ -103,20 +103,20 @@ def unpack_on_cpu(model) -> None:
         )
 
 
-def load(name: str):
-    """Model and tokenizer for a `--model`.
+def load(name: str, *args, loader=None, **options):
+    """Model and tokenizer for a `--model`, or what another loader of mlx-lm gives.
 
     Raises ModelError where it names none or cannot be loaded, or FetchError for the demo model.
     """
-    from mlx_lm import load as load_model
+    import mlx_lm
 
     path = model_path(name)
     try:
-        model, tokenizer = load_model(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
-    unpack_on_cpu(model)
-    return model, tokenizer
+        loaded = (loader or mlx_lm.load)(path, *args, **options)
+    except Exception as error:  # a folder that is incomplete ends in errors of any kind
+        raise ModelError(f"model {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    unpack_on_cpu(loaded[0])
+    return loaded
 
 
 def attention_path(caches: list) -> str:

@@ -232,8 +232,8 @@ def main(argv: list[str] | None = None) -> int:
         model, config = build(folder, args.trust_remote_code)
         longest = context_length(config) or max(_LONGEST, args.tokens or 0)
         lines = table(model, memory - weights, args.tokens or longest, longest)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {args.model!r} cannot be planned for: {error}") from error
+    except Exception as error:  # a config that is not a language model's ends in errors of any kind
+        raise ModelError(f"model {args.model!r} cannot be planned for: {type(error).__name__}: {error}") from error
     print(f"{args.model}: weights {weights / 1e9:.2f} GB, context length {longest:,} tokens")
     print(f"memory {memory / 1e9:.2f} GB, so {(memory - weights) / 1e9:.2f} GB for caches\n")
     print("\n".join(lines))

@@ -17,7 +17,17 @@ def plot(rows: list[dict], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "kl.png"]
+    figures = {"kl.png": _kl(plt, rows)}
+    if shown := [row for row in rows if row["needle"]]:
+        figures["needle.png"] = _needle(plt, shown)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=150)
+        plt.close(figure)
+    return [folder / name for name in figures]
+
+
+def _kl(plt, rows: list[dict]):
+    """A point for each format that changes anything."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     points = [row for row in rows if row["kl_mean"] > 0]
     for ours, colour, label in ((True, "tab:blue", "mlx-tq"), (False, "tab:orange", "mlx-lm")):
@@ -35,29 +45,25 @@ def plot(rows: list[dict], folder: Path) -> list[Path]:
     if points:
         axes.legend()
     _label(figure, axes, points)
-    figure.savefig(files[0], dpi=150)
-    plt.close(figure)
+    return figure
 
-    shown = [row for row in rows if row["needle"]]
-    if shown:
-        files.append(folder / "needle.png")
-        panels = [(REFERENCE, [c | {"logprob": c["logprob_ref"], "found": c["found_ref"]} for c in shown[0]["needle"]])]
-        panels += [(row["format"], row["needle"]) for row in shown if row["format"] != REFERENCE]
-        columns = min(3, len(panels))
-        lines = -(-len(panels) // columns)
-        figure, grid = plt.subplots(
-            lines, columns, figsize=(3.6 * columns, 2.6 * lines + 0.6), squeeze=False, layout="constrained"
-        )
-        image = None
-        for axes, (name, cells) in zip(grid.flat, panels, strict=False):
-            image = _heat_map(axes, name, cells)
-        for axes in grid.flat[len(panels) :]:
-            axes.axis("off")
-        figure.colorbar(image, ax=grid, label="probability of the answer, per token")
-        figure.suptitle("Needle in a haystack (✓: the whole answer is greedy)", fontsize=10)
-        figure.savefig(files[1], dpi=150)
-        plt.close(figure)
-    return files
+
+def _needle(plt, rows: list[dict]):
+    """A heat map for the model's own cache and for each format."""
+    panels = [(REFERENCE, [c | {"logprob": c["logprob_ref"], "found": c["found_ref"]} for c in rows[0]["needle"]])]
+    panels += [(row["format"], row["needle"]) for row in rows if row["format"] != REFERENCE]
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(3.6 * columns, 2.6 * lines + 0.6), squeeze=False, layout="constrained"
+    )
+    for axes, (name, cells) in zip(grid.flat, panels, strict=False):
+        image = _heat_map(axes, name, cells)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    figure.colorbar(image, ax=grid, label="probability of the answer, per token")
+    figure.suptitle("Needle in a haystack (✓: the whole answer is greedy)", fontsize=10)
+    return figure
 
 
 def _label(figure, axes, points: list[dict]) -> None:

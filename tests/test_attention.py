@@ -171,6 +171,8 @@ def test_nothing_to_see_and_nothing_to_ask(path):
     assert path(q, keys, values, scale=1.0, sinks=mx.zeros(4), mask="causal").shape == (2, 4, 3, 64)
     q, k, v = inputs(2, 4, 2, 0, 30)
     assert path(q, *encode(k, v), scale=1.0, mask="causal").shape == (2, 4, 0, 64)
+    q, k, v = inputs(2, 4, 2, 100, 0, dtype=mx.float16)  # enough queries for rows that are decoded first
+    assert (to64(path(q, *encode(k, v), scale=1.0)) == 0).all()
 
 
 def test_one_of_everything(path):
@@ -319,6 +321,12 @@ def test_sinks(path, sinks, mask):
 def test_sinks_of_any_dtype(path, dtype):
     q, k, v = inputs(B, H, 2, L, S)
     check(path, q, *encode(k, v), sinks=mx.array([0.5, -1, 2, 3.25]).astype(dtype))
+
+
+def test_a_bad_sink_shows(path):
+    q, k, v = inputs(B, H, 2, L, S)
+    out = to64(path(q, *encode(k, v), scale=0.125, sinks=mx.array([0.0, np.nan, 0.0, 0.0])))
+    assert np.isnan(out).all(axis=(0, 2, 3)).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("softcap", (1.0, 20.0, 50.0))

@@ -9,7 +9,7 @@ from conftest import ops
 from oracle import attention64, decode64, max_error, normal, same_bits, to64
 from test_cache import FORMATS, fill, tokens
 
-from mlx_tq import TQKVCache, kernels
+from mlx_tq import TQFormat, TQKVCache, kernels
 from mlx_tq.packing import pack_codes, unpack_codes
 
 DIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256, 320, 512, 576)
@@ -121,9 +121,9 @@ def test_memory_is_flat_over_200_generations():
 
     import mlx_tq
 
-    model, ids, sizes = tiny_model(), mx.array(prompt(60)), []
+    model, ids, sizes = tiny_model(), mx.array(prompt(44)), []
     for i in range(200):
-        caches = mlx_tq.make_prompt_cache(model, WINDOW)
+        caches = mlx_tq.make_prompt_cache(model, TQFormat(window=8, sinks=2, page=32))  # packs a page
         for _ in mlx_lm.generate_step(ids, model, max_tokens=2, prompt_cache=caches):
             pass
         if i in (20, 199):

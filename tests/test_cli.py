@@ -84,7 +84,9 @@ def test_mistakes_are_named(argv, message, capsys):
 def test_a_folder_that_is_no_model(tmp_path, capsys):
     assert "config.json" in fails(capsys, "demo", "--model", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "cannot be loaded: No safetensors" in fails(capsys, "demo", "--model", str(tmp_path))
+    assert "cannot be loaded: FileNotFoundError: No safetensors" in fails(capsys, "demo", "--model", str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"half a download")
+    assert "cannot be loaded: RuntimeError" in fails(capsys, "demo", "--model", str(tmp_path))
 
 
 def test_the_reader_of_a_pipe_may_leave():

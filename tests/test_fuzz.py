@@ -111,7 +111,7 @@ class AnyLife(RuleBasedStateMachine):
 
     @rule(lengths=st.lists(st.sampled_from((0, 1, 35, 80, 130)), min_size=1, max_size=2), front=st.booleans())
     def extend(self, lengths, front):
-        if len(self.solos) > 5:
+        if len(self.solos) > 3:
             return
         batch, stock = self.new(lengths)
         if front:

@@ -16,6 +16,7 @@ import mlx.core as mx  # noqa: E402
 import tiny_llama  # noqa: E402
 from archs import configs  # noqa: E402
 from mlx_lm.models import cache as cache_module  # noqa: E402
+from test_cli import fails  # noqa: E402
 
 import mlx_tq  # noqa: E402
 from mlx_tq import TQFormat, TQKVCache, cli, smollm2  # noqa: E402
@@ -49,14 +50,6 @@ def caches(monkeypatch):
         module = import_module(f"mlx_lm.{name}")
         monkeypatch.setattr(module, "make_prompt_cache", recording(module.make_prompt_cache))
     return made
-
-
-def fails(capsys, *argv) -> str:
-    """The message of a command that ends with an error."""
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(list(argv))
-    assert stopped.value.code not in (0, None)
-    return stopped.value.code if isinstance(stopped.value.code, str) else capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "cache_prompt"])
@@ -95,6 +88,15 @@ QUANTISED = "--kv-bits quantises mlx-lm's own cache only"
 def test_mistakes_are_named(argv, message, folder, capsys):
     model = [] if "--model" in argv or "/no/such/file" in argv else ["--model", folder]
     assert message in fails(capsys, *argv, *model)
+
+
+def test_an_error_is_one_line_or_a_traceback(folder, monkeypatch, capsys):
+    command = ["generate", "--model", folder, "--ignore-chat-template", "-p", ""]
+    assert fails(capsys, *command).endswith("\n(MLX_TQ_DEBUG=1 shows where it was raised)")
+    assert "MLX_TQ_DEBUG" not in fails(capsys, "generate", "--model", "/no/such/folder")
+    monkeypatch.setenv("MLX_TQ_DEBUG", "1")
+    with pytest.raises(ValueError, match="prompt"):
+        cli.main(command)
 
 
 def test_modules_are_left_as_they_were(folder, capsys):

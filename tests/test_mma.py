@@ -159,6 +159,15 @@ def test_values_of_any_size(loud):
     assert max_error(fused(q, keys, values, scale=0.125), want) <= 2**-7 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("bias", (-mx.inf, -40.0))
+def test_a_loud_value_that_hardly_counts_leaves_the_others_their_digits(bias):
+    keys, values = rows(FORMATS["default"], LAYOUTS["all packed"], 64, 64, mx.bfloat16)
+    loud = mx.arange(values.regions.scale.shape[2]) == 70
+    scale = values.regions.scale * mx.where(loud, 1e8, 1.0).astype(mx.bfloat16)
+    values = replace(values, regions=values.regions._replace(scale=scale))
+    check(normal(1, 1, 4, 1, 64, dtype=mx.bfloat16), keys, values, mask=mx.where(loud, bias, 0.0))
+
+
 def test_loud_queries_of_bfloat16():
     """Rotated queries beyond the range of float16."""
     q = (normal(1, 1, 4, 1, 64) * 1e20).astype(mx.bfloat16)
