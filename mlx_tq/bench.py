@@ -19,7 +19,16 @@ import mlx.core as mx
 from . import __version__
 from .doctor import device_name, versions
 from .integrate import enable
-from .loading import add_format_argument, add_model_argument, attention_path, load, new_file, positive, write_csv
+from .loading import (
+    add_format_argument,
+    add_model_argument,
+    attention_path,
+    load,
+    new_file,
+    positive,
+    seconds,
+    write_csv,
+)
 
 OWN = "mlx-lm"  # the model's own cache, among the names of formats
 
@@ -55,7 +64,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-step-size", type=positive, default=2048, help="prompt tokens at a time (default: 2048)"
     )
-    parser.add_argument("--delay", type=float, default=0, help="seconds to wait before each run (default: 0)")
+    parser.add_argument("--delay", type=seconds, default=0, help="seconds to wait before each run (default: 0)")
     parser.add_argument("--csv", type=new_file, metavar="FILE", help="write the table there too")
     return parser
 

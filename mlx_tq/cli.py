@@ -84,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except EOFError:  # the end of what chat reads
+        return 0
     except (FetchError, OSError, ValueError) as error:  # which is how mlx-lm reports what the user got wrong
         if os.environ.get("MLX_TQ_DEBUG"):
             raise

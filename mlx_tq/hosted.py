@@ -8,6 +8,7 @@ loads is enabled. `generate` also checks caches that come from a file, and says 
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from .attention import holds_latent
 from .cache import TQKVCache
 from .format import TQFormat
 from .integrate import describe_latent, enable, leaves
-from .loading import DEMO_MODEL, MODEL_HELP, add_format_argument, attention_path, load, model_path
+from .loading import DEMO_MODEL, MODEL_HELP, add_format_argument, attention_path, load, model_path, new_file
 
 # Our name of each command, and mlx-lm's module.
 MODULES = {
@@ -52,6 +53,8 @@ def _parser_class(command: str, argv: list[str], ours: argparse.Namespace) -> ty
             if "--model" in names:
                 default = "" if options.get("required") else f" (default: {DEMO_MODEL})"
                 options |= {"help": MODEL_HELP + default, "default": None}  # None: see _settle
+            if command == "cache_prompt" and "--prompt-cache-file" in names:
+                options["type"] = new_file
             return super().add_argument(*names, **options)
 
         def parse_args(self, args=None, namespace=None):
@@ -74,11 +77,21 @@ def _parser_class(command: str, argv: list[str], ours: argparse.Namespace) -> ty
             if read is not None and not Path(read).is_file():
                 self.error(f"--prompt-cache-file must be a file that exists, got {read!r}")
             ours.from_file = read is not None
+            if command == "serve" and mx.distributed.init().rank() == 0:
+                self._check_address(args.host, args.port)
             if args.model is None and not ours.from_file:  # else the file says which model
                 args.model = DEMO_MODEL
             for name in (args.model, getattr(args, "draft_model", None)):
                 if name is not None:
                     model_path(name)  # a mistake is named here rather than in the server's log
+
+        def _check_address(self, host: str, port: int) -> None:
+            """Ends where nothing can listen there: mlx-lm's server would fail with a thread left that never ends."""
+            try:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                socket.create_server((host, port), family=family).close()
+            except (OSError, OverflowError) as error:
+                self.error(f"--host and --port must be an address to listen on, got {host}:{port}: {error}")
 
     return Parser
 

@@ -33,6 +33,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """An argparse type: a number of seconds, 0 included."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return number
+
+
 def new_file(text: str) -> Path:
     """An argparse type: a file that can be written, as far as its folder exists."""
     path = Path(text)

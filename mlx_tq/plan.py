@@ -81,7 +81,8 @@ def weight_bytes(folder: Path) -> int | None:
     if index.is_file():
         content = json.loads(index.read_text(encoding="utf-8"))
         if not files.keys() >= set(content["weight_map"].values()):
-            return content.get("metadata", {}).get("total_size")
+            total = (content.get("metadata") or {}).get("total_size")
+            return None if total is None else int(total)
     return sum(files.values()) or None
 
 
@@ -222,7 +223,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = setup_arg_parser()
     args = parser.parse_args(argv)
     folder = config_folder(args.model)
-    weights = args.weights or weight_bytes(folder)
+    try:
+        weights = args.weights or weight_bytes(folder)
+    except Exception as error:  # an index that is not one ends in errors of many kinds
+        raise ModelError(f"model {args.model!r} has no readable index: {type(error).__name__}: {error}") from error
     if weights is None:
         parser.error(f"--weights must be given: {args.model} has no safetensors files here")
     memory = args.memory or machine_memory()

@@ -74,6 +74,8 @@ def test_formats_lists_every_preset(capsys):
         (["demo", "--model", "no/such/folder"], "no such folder"),
         (["demo", "--model", "folder"], "a hub id such as owner/name, or smollm2"),
         (["bench", "-b", "0"], "at least 1, got '0'"),
+        (["bench", "--delay", "-1"], "at least 0, got '-1'"),
+        (["bench", "--delay", "nan"], "at least 0, got 'nan'"),
         (["bench", "--tq-format", "k4v4", "tq9"], "got 'tq9'"),
     ],
 )

@@ -1,6 +1,7 @@
 """mlx-lm's own commands over compressed caches, each run by `mlx-tq` on a tiny model."""
 
 import json
+import socket
 import sys
 import threading
 import types
@@ -79,6 +80,9 @@ QUANTISED = "--kv-bits quantises mlx-lm's own cache only"
         (["cache_prompt", "--prompt", "x", "--prompt-cache-file", "y", "--kv-bits", "4"], QUANTISED),
         (["cache_prompt", "--prompt", "x"], "required: --prompt-cache-file"),
         (["serve", "--model", "/no/such/folder"], "got '/no/such/folder': no such folder"),
+        (["serve", "--port", "99999"], "must be an address to listen on, got 127.0.0.1:99999"),
+        (["serve", "--host", "192.0.2.1"], "must be an address to listen on, got 192.0.2.1:8080"),
+        (["cache_prompt", "--prompt", "x", "--prompt-cache-file", "/no/such/file"], "in a folder that exists"),
         (["serve", "--draft-model", "/no/such/folder"], "got '/no/such/folder': no such folder"),
         (["chat", "--sing"], "unrecognized arguments: --sing"),
         (["generate", "--prompt-cache-file", "/no/such/file"], "a file that exists, got '/no/such/file'"),
@@ -86,7 +90,7 @@ QUANTISED = "--kv-bits quantises mlx-lm's own cache only"
     ],
 )
 def test_mistakes_are_named(argv, message, folder, capsys):
-    model = [] if "--model" in argv or "/no/such/file" in argv else ["--model", folder]
+    model = [] if "--model" in argv or argv[1:] == ["--prompt-cache-file", "/no/such/file"] else ["--model", folder]
     assert message in fails(capsys, *argv, *model)
 
 
@@ -271,6 +275,16 @@ def test_chat(folder, caches, monkeypatch, capsys):
     assert caches[0][0].offset > caches[1][0].offset
 
 
+def test_the_end_of_what_chat_reads_ends_it(folder, monkeypatch):
+    from mlx_lm import chat
+
+    def nothing_more(self):
+        raise EOFError
+
+    monkeypatch.setattr(chat.ChatUI, "prompt", nothing_more)
+    assert cli.main(["chat", "--model", folder]) == 0
+
+
 # ------------------------------------------------------------------ serving
 
 
@@ -336,6 +350,12 @@ def test_serve(folder, serve):
     assert "no such folder" in refused.value.read().decode()
     assert generator.is_healthy
     assert post("he")["choices"]
+
+
+def test_a_port_in_use(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"got 127.0.0.1:{port}" in fails(capsys, "serve", "--model", folder, "--port", str(port))
 
 
 def test_serve_with_a_draft_model(folder, serve):

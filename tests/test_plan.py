@@ -12,6 +12,7 @@ import tiny_llama
 from archs.configs import build
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from test_cli import fails
 from test_integrate import tiny_model
 
 from mlx_tq import cli, plan
@@ -182,3 +183,16 @@ def test_a_config_alone_needs_the_size_of_weights(folder, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match="cannot be planned for: KeyError: 'model_type'"):
         cli.main(["plan", "--model", str(tmp_path), "--weights", "1MB"])
+
+
+@pytest.mark.parametrize("index", ("[]", "{}", '{"weight_map": {"a": "b"}, "metadata": {"total_size": "many"}}'))
+def test_an_index_that_is_none(folder, tmp_path, capsys, index):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "has no readable index" in fails(capsys, "plan", "--model", str(tmp_path))
+
+
+def test_an_index_without_a_size(folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}, "metadata": null}')
+    assert "--weights must be given" in fails(capsys, "plan", "--model", str(tmp_path))
