@@ -1,6 +1,6 @@
 """The quality results as tables and pictures: `mlx-tq eval` makes them, in one run or in several on several devices.
 
-    python benchmarks/quality.py                               # the table of the README, in Markdown
+    python benchmarks/quality.py                               # a table of formats, in Markdown
     python benchmarks/quality.py --write benchmarks/results    # quality.csv, kl.png and needle.png
 
 The column "slots" is an instruction count of the decode kernel from results/agx.csv, for a key, a value and a query
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = read_rows(args.json)
     numbers = [row for row in rows if measured(row)]
     if not numbers:
-        sys.exit(f"error: {str(args.json)!r} has no results")
+        sys.exit(f"error: {str(args.json)!r} has no results: `mlx-tq eval --out` writes them")
     print(markdown(numbers, slots(RESULTS / "agx.csv")))
     for device in dict.fromkeys(f"{row['device']}, {row['dtype']}, mlx {row['mlx']}" for row in numbers):
         print(f"\nmeasured on {device}", file=sys.stderr)

@@ -53,6 +53,8 @@ def _parser_class(command: str, argv: list[str], ours: argparse.Namespace) -> ty
             if "--model" in names:
                 default = "" if options.get("required") else f" (default: {DEMO_MODEL})"
                 options |= {"help": MODEL_HELP + default, "default": None}  # None: see _settle
+            if any(f"--{name.replace('_', '-')}" in names for name in _REFUSED):
+                options["help"] = f"{options.get('help', '')} (only with --tq-off)"
             if command == "cache_prompt" and "--prompt-cache-file" in names:
                 options["type"] = new_file
             return super().add_argument(*names, **options)

@@ -215,7 +215,10 @@ def table(model, memory: int, tokens: int, longest: int) -> list[str]:
         fits = min(fitting(sizes, memory, step), longest)
         length = f"{fits:,}" + " (all)" * (fits == longest)
         lines.append(f"{name:14}{used / 1e9:17.3f} GB{used / first:8.1%}{memory // used:16,}{length:>18}")
-    about = f"Bytes count spare capacity, in steps of {step:,} tokens. What a prompt's activations take comes on top."
+    about = (
+        f"Bytes count spare room, up to a quarter of the packed rows; worked out every {step:,} tokens. What a prompt's"
+        " activations take comes on top."
+    )
     return [*lines, "", about]
 
 
