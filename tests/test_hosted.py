@@ -61,7 +61,7 @@ def test_help_shows_their_flags_and_ours(command, capsys):
     assert f"usage: mlx-tq {command}" in out
     assert "--trust-remote-code" in out and "--tq-format NAME" in out and "--tq-off" in out
     assert "(default: smollm2)" in out and "mlx-community" not in out
-    assert "(only with --tq-off)" in " ".join(out.split())
+    assert "(onlywith--tq-off)" in "".join(out.split())
 
 
 BOUNDED = "--max-kv-size bounds mlx-lm's own cache only"
