@@ -395,11 +395,15 @@ def _has_mma(device: str) -> bool:
     return device == "cuda" and mx.device_info()["compute_capability_major"] >= 8
 
 
+def _one_short_dtype(q: mx.array, keys: PackedRows, values: PackedRows) -> bool:
+    return {q.dtype, keys.dtype, values.dtype} in ({mx.float16}, {mx.bfloat16})
+
+
 def _takes_mma(device: str, q: mx.array, keys: PackedRows, values: PackedRows) -> bool:
     """Whether attend_mma.metal does these rows rather than attend.metal."""
     format = keys.format
     return (
-        {q.dtype, keys.dtype, values.dtype} in ({mx.float16}, {mx.bfloat16})
+        _one_short_dtype(q, keys, values)
         and keys.dim in _MMA_DIMS
         and values.dim in _MMA_DIMS
         and (format.codebook, format.qjl) == ("uniform", False)
@@ -471,7 +475,7 @@ def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap
         and not any(keys.layout.pad)
         and keys.dim == values.dim
         and keys.dim in _DENSE_DIMS
-        and {q.dtype, keys.dtype, values.dtype} in ({mx.float16}, {mx.bfloat16})
+        and _one_short_dtype(q, keys, values)
     )
 
 
@@ -486,8 +490,7 @@ def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array 
 
     layout = Layout(*((field[batch_row],) for field in astuple(rows.layout)))
     regions = None if rows.regions is None else Regions(*map(cut, rows.regions))
-    n_kv_heads = heads.stop - heads.start
-    return replace(rows, regions=regions, exact=cut(rows.exact), layout=layout, n_kv_heads=n_kv_heads)
+    return replace(rows, regions=regions, exact=cut(rows.exact), layout=layout, n_kv_heads=heads.stop - heads.start)
 
 
 def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:
@@ -514,8 +517,9 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
     batch, n_heads, length, dim = q.shape
     value_dim, n_kv, dtype = values.dim, keys.n_kv_heads, q.dtype
     groups = n_heads // n_kv
+    rows = groups * length
     mma = _takes_mma(device, q, keys, values)
-    per_item, tiles, splits = _launch_shape(device, layout, batch, n_kv, groups * length, dim, value_dim, mma)
+    per_item, tiles, splits = _launch_shape(device, layout, batch, n_kv, rows, dim, value_dim, mma)
 
     kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
     if isinstance(mask, str):
@@ -549,7 +553,7 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
             DENORMAL=self_test(device).denormal,
             R=per_item,
         ),
-        [(batch, n_kv, groups * length, splits, value_dim), (batch, n_kv, groups * length, splits, 2)],
+        [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
         [mx.float32, mx.float32],
         (tiles * splits * (NSG if mma else 1), n_kv, batch),
     )

@@ -57,6 +57,11 @@ def check(path, q, keys, values, bound=TIGHT, scale=None, **options):
     return out
 
 
+def causal(length, total):
+    """The causal mask as a bool array: the last query sees all columns."""
+    return mx.array(np.tril(np.ones((length, total), bool), k=total - length))
+
+
 def plain(q, keys, values, scale, mask=None, softcap=None, dtype=mx.float32):
     """Attention over the decoded rows, written in MLX operations of `dtype`."""
     k, v = (mx.array(decode64(r).astype(np.float32)).astype(dtype) for r in (keys, values))
@@ -146,11 +151,11 @@ def test_chained_layers_equal_evaluated_ones(path):
 def test_causal_is_aligned_at_the_bottom_right(path, length, total):
     q, k, v = inputs(2, 4, 2, length, total)
     keys, values = encode(k, v)
-    explicit = mx.array(np.tril(np.ones((length, total), bool), k=total - length))
-    causal = check(path, q, keys, values, mask="causal")
-    assert max_error(causal, to64(check(path, q, keys, values, mask=explicit))) < TIGHT
+    explicit = causal(length, total)
+    out = check(path, q, keys, values, mask="causal")
+    assert max_error(out, to64(check(path, q, keys, values, mask=explicit))) < TIGHT
     hidden = max(0, length - total)
-    size = np.linalg.norm(to64(causal), axis=-1)
+    size = np.linalg.norm(to64(out), axis=-1)
     assert (size[:, :, :hidden] == 0).all() and (size[:, :, hidden:] > 1).all()
 
 
@@ -689,9 +694,5 @@ def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch,
     keys, values = make("keys", 1), make("values", 5)
     q = normal(9, 2, 6, 100, 64, dtype=dtype)
     want = attention64(q, decode64(keys), decode64(values), 0.125, mask)
-    half = max_error(plain(q, keys, values, 0.125, np_causal(100, 140) if mask else None, dtype=dtype), want)
+    half = max_error(plain(q, keys, values, 0.125, causal(100, 140) if mask else None, dtype=dtype), want)
     assert max_error(attention(q, keys, values, scale=0.125, mask=mask), want) <= 2 * half
-
-
-def np_causal(length, total):
-    return mx.array(np.tril(np.ones((length, total), bool), k=total - length))
