@@ -1,4 +1,4 @@
-// Goes in front of tq.h for mx.fast.cuda_kernel: maps the part of Metal's language that the kernels use onto CUDA.
+// Goes in front of the headers for mx.fast.cuda_kernel: maps the part of Metal's language that the kernels use onto CUDA.
 // Arrays in threadgroup memory are declared __shared__ by kernels.cuda_text.
 
 #include <cuda_bf16.h>

@@ -56,6 +56,14 @@ _INPUTS = {
     "k_signs k_jl_signs k_mix v_signs v_mix params consts",
 }
 _INPUTS["attend_mma"] = _INPUTS["attend"]
+_HEADERS = {
+    "attend": "rht.h tq.h",
+    "attend_mma": "rht.h tq.h mma.h",
+    "merge": "rht.h",
+    "rotate": "rht.h",
+    "encode": "rht.h encode.h",
+    "decode": "rht.h tq.h",
+}
 _OUTPUTS = {
     "attend": "partial softmax",
     "attend_mma": "partial softmax",
@@ -76,6 +84,11 @@ def text(name: str) -> str:
     raise FileNotFoundError(f"kernel text {name!r} is missing beside {here}: reinstall mlx-tq")
 
 
+def header(name: str) -> str:
+    """The text in front of a kernel's body."""
+    return "".join(map(text, _HEADERS[name].split()))
+
+
 def backend() -> str | None:
     """ "metal" or "cuda" where MLX would run on such a device now, else None."""
     if mx.default_device().type == mx.gpu:
@@ -91,20 +104,23 @@ def cuda_text(source: str) -> str:
     return re.sub(r"(?m)^( *)threadgroup (\w+ \w+\[)", r"\1__shared__ \2", source)
 
 
+def without_comments(source: str) -> str:
+    """The text without comments and indentation: MLX copies and hashes all of it at every launch."""
+    lines = (line.split("//")[0].strip() for line in source.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
+
+
 @cache
 def _kernel(name: str, backend: str):
-    inputs, outputs = _INPUTS[name].split(), _OUTPUTS[name].split()
-    source, header = text(f"{name}.metal"), text("tq.h") + (text("mma.h") if name == "attend_mma" else "")
+    source, head, make = text(f"{name}.metal"), header(name), mx.fast.metal_kernel
     if backend == "cuda":
-        return mx.fast.cuda_kernel(
-            name=f"tq_{name}",
-            input_names=inputs,
-            output_names=outputs,
-            source=cuda_text(source),
-            header=text("cuda.h") + cuda_text(header),
-        )
-    return mx.fast.metal_kernel(
-        name=f"tq_{name}", input_names=inputs, output_names=outputs, source=source, header=header
+        source, head, make = cuda_text(source), text("cuda.h") + cuda_text(head), mx.fast.cuda_kernel
+    return make(
+        name=f"tq_{name}",
+        input_names=_INPUTS[name].split(),
+        output_names=_OUTPUTS[name].split(),
+        source=without_comments(source),
+        header=without_comments(head),
     )
 
 

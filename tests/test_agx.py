@@ -40,12 +40,12 @@ def test_the_wrapper_declares_what_the_kernel_takes(agx, kernel, format):
     signature = re.search(rf"void {name}\((.*?)\) \{{", text).group(1)
     names = [buffer.split("* ")[1] for buffer in signature.split(", ")]
     assert names == f"{kernels._INPUTS[name]} {kernels._OUTPUTS[name]}".split()
-    assert kernels.text(f"{name}.metal") in text and kernels.text("tq.h") in text
+    assert kernels.text(f"{name}.metal") in text and kernels.header(name) in text
     # Every capital name that the body uses is declared.
     declared = set(re.findall(r"^(?:typedef|constexpr) \w+ (\w+)", text.split("// Shared by all kernels")[0], re.M))
     body = re.sub(r"//.*", "", kernels.text(f"{name}.metal"))
     local = set(re.findall(r"\b(?:int|auto) (\w+) =|, (\w+) =", body))
-    ours = {n for pair in local for n in pair} | set(re.findall(r"constexpr \w+ (\w+)", kernels.text("tq.h")))
+    ours = {n for pair in local for n in pair} | set(re.findall(r"constexpr \w+ (\w+)", kernels.header(name)))
     used = set(re.findall(r"\b[A-Z][A-Z_0-9]*\b", body)) - ours - {"INFINITY", "LOG2E", "LOWEST"}
     assert used <= declared, used - declared
 

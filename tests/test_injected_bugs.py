@@ -24,19 +24,19 @@ BLOCK = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 # file, text, replacement, and which occurrence of the text (from 0).
 BUGS = {
     # barriers
-    "no barrier between transform stages": ("tq.h", BARRIER, "", 0),
-    "no barrier before mixing": ("tq.h", BARRIER, "", 1),
-    "no barrier before mixed values are stored": ("tq.h", BARRIER, "", 2),
-    "no barrier after mixed values are stored": ("tq.h", BARRIER, "", 3),
-    "no barrier between stages of the sum": ("tq.h", BARRIER, "", 4),
-    "no barrier before the sum is read": ("tq.h", BARRIER, "", 5),
-    "no barrier after the sum is read": ("tq.h", BARRIER, "", 6),
-    "no barrier before packing": ("tq.h", BARRIER, "", 8),
-    "no barrier after packing": ("tq.h", BARRIER, "", 9),
+    "no barrier between transform stages": ("rht.h", BARRIER, "", 0),
+    "no barrier before mixing": ("rht.h", BARRIER, "", 1),
+    "no barrier before mixed values are stored": ("rht.h", BARRIER, "", 2),
+    "no barrier after mixed values are stored": ("rht.h", BARRIER, "", 3),
+    "no barrier between stages of the sum": ("encode.h", BARRIER, "", 0),
+    "no barrier before the sum is read": ("encode.h", BARRIER, "", 1),
+    "no barrier after the sum is read": ("encode.h", BARRIER, "", 2),
+    "no barrier before packing": ("encode.h", BARRIER, "", 3),
+    "no barrier after packing": ("encode.h", BARRIER, "", 4),
     "levels are read before they are written": (
         "attend.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
     "sketch overwrites the query too early": ("attend.metal", "  " + BARRIER, "", 0),
-    "barrier orders device memory only": ("tq.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
+    "barrier orders device memory only": ("rht.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
     "early return before the barrier": (
         "attend.metal", "if (sg == 0) levels", "if (split >= splits) return;\nif (sg == 0) levels", 0),
     "simdgroups share one scratch row": ("attend.metal", "scratch + sg * R * D", "scratch", 0),
@@ -95,7 +95,7 @@ BUGS = {
     "value levels for the keys": ("attend.metal", "v_planes + at * row_words(DV, 1), levels + 16,", "v_planes + at * row_words(DV, 1), levels,", 0),
     "butterfly keeps the wrong half": ("tq.h", "keep = upper ? other[r] : sums[r]", "keep = upper ? sums[r] : other[r]", 0),
     "idle lanes count": ("attend.metal", "kl * C < D ? rotated", "true ? rotated", 0),
-    "Paley column instead of row": ("tq.h", "row >> b & 1u ? v : -v", "row >> b & 1u ? -v : v", 0),
+    "Paley column instead of row": ("rht.h", "row >> b & 1u ? v : -v", "row >> b & 1u ? -v : v", 0),
     "residual norm is forgotten": ("attend.metal", "sums[r] + residual * sums", "sums[r] + sums", 0),
     "unset sign bits count 0": ("attend.metal", "start_sum[QJL ? R + r : 0] = -sum;", "start_sum[QJL ? R + r : 0] = 0.0f;", 0),
     "query is not rotated": ("attend.metal", "hadamard<D>(rotated + r * D, k_mix, lane);", "", 0),
@@ -126,20 +126,20 @@ BUGS = {
     "blocks are dropped too early": ("attend_mma.metal", "> last_seen) break", ">= last_seen) break", 0),
     "shares of simdgroups overlap": ("attend_mma.metal", "(split * NSG + sg) * share", "(split * NSG + sg) * (share - 1)", 0),
     # encoding
-    "ties go down": ("tq.h", "unit[n] >= table[16 + b]", "unit[n] > table[16 + b]", 0),
-    "codes are not clamped": ("tq.h", "clamp(int(floor(unit[n] * table[c])) + HALF, 0, LAST)", "int(floor(unit[n] * table[c])) + HALF", 1),
-    "the first step always": ("tq.h", "if (cosine > best) {", "if (c == 0) {", 0),
-    "the last step of equals": ("tq.h", "if (cosine > best) {", "if (cosine >= best * 0.999f) {", 0),
-    "norms are not rounded first": ("tq.h", "const float x = round12(y[i]);", "const float x = y[i];", 0),
-    "plane shifted": ("tq.h", "float(code[n] >> 2)", "float(code[n] >> 1)", 0),
-    "scale of the sketch": ("tq.h", "LLOYD ? residual : residual / step", "residual / step + 1.0f", 0),
-    "sketch sign of zero": ("tq.h", "y[i] >= 0.0f ? 1.0f", "y[i] > 0.5f ? 1.0f", 0),
+    "ties go down": ("encode.h", "unit[n] >= table[16 + b]", "unit[n] > table[16 + b]", 0),
+    "codes are not clamped": ("encode.h", "clamp(int(floor(unit[n] * table[c])) + HALF, 0, LAST)", "int(floor(unit[n] * table[c])) + HALF", 1),
+    "the first step always": ("encode.h", "if (cosine > best) {", "if (c == 0) {", 0),
+    "the last step of equals": ("encode.h", "if (cosine > best) {", "if (cosine >= best * 0.999f) {", 0),
+    "norms are not rounded first": ("encode.h", "const float x = round12(y[i]);", "const float x = y[i];", 0),
+    "plane shifted": ("encode.h", "float(code[n] >> 2)", "float(code[n] >> 1)", 0),
+    "scale of the sketch": ("encode.h", "LLOYD ? residual : residual / step", "residual / step + 1.0f", 0),
+    "sketch sign of zero": ("encode.h", "y[i] >= 0.0f ? 1.0f", "y[i] > 0.5f ? 1.0f", 0),
     "mean of the wrong page": ("encode.metal", "row % L / PAGE", "0", 0),
     "mean is added": ("encode.metal", "y[i] -= float(k_mean", "y[i] += float(k_mean", 0),
-    "float16 overflows": ("tq.h", "T(isfinite(x) ? min(max(x, -top), top) : x)", "T(x)", 0),
-    "not finite becomes zero": ("tq.h", "finite ? 0.0f : NAN", "0.0f", 0),
+    "float16 overflows": ("rht.h", "T(isfinite(x) ? min(max(x, -top), top) : x)", "T(x)", 0),
+    "not finite becomes zero": ("encode.h", "finite ? 0.0f : NAN", "0.0f", 0),
     "values with the keys' words": ("encode.metal", "v_words + size_t(row) * encoded_words(DV, VB, false)", "v_words + size_t(row) * encoded_words(D, KB, QJL)", 0),
-    "rotation is not normalised": ("tq.h", "narrow<T>(y[i] * norm, top)", "narrow<T>(y[i], top)", 0),
+    "rotation is not normalised": ("rht.h", "narrow<T>(y[i] * norm, top)", "narrow<T>(y[i], top)", 0),
     "dense rows keep their rotation": ("decode.metal", "hadamard<D>(y, k_mix, lane);\n  for", BARRIER + "\n  for", 0),
     "dense padding is not zero": ("decode.metal", "token < 0 ? 0.0f : float(k_exact", "float(k_exact", 0),
     "dense values with key scales": ("decode.metal", "float(v_scale[at])", "float(k_scale[at])", 0),
@@ -231,12 +231,12 @@ def additive(*shape):
 
 def probes(file):
     """Runs until one of them fails; yields whether the result was right."""
-    if file in ("encode.metal", "tq.h"):
+    if file in ("encode.metal", "encode.h", "rht.h"):
         yield encode(MIXED, 64, 64, mx.float16, False)
         yield encode(TQ3, 64, 80, mx.float16, False)
         yield encode(LLOYD, 80, 64, mx.float32, True)
         yield encode(TQFormat(4, 4, qjl=True, page=32), 64, 64, mx.float32, True)
-    if file in ("attend.metal", "merge.metal", "tq.h"):
+    if file in ("attend.metal", "merge.metal", "tq.h", "rht.h"):
         yield attend(DEFAULT, 64, 3, mask="causal")
         yield attend(TQ3, 64, 1, mask=bool_mask(2, 4, 1, 195))
         yield attend(MIXED, 80, 2, mask=additive(1, 4, 2, 195), value_dim=64)

@@ -119,7 +119,7 @@ def kernel_text(case: Case, changes: dict[str, str] | None = None) -> str:
             raise RuntimeError(f"{name}.metal must say {old!r} once, got {source.count(old)} times")
         source = source.replace(old, new)
     lines += [
-        kernels.text("tq.h"),
+        kernels.header(name),
         f"kernel __attribute__((reqd_work_group_size({kernels.NSG * 32}, 1, 1))) void {name}({', '.join(buffers)}) {{",
         f"const uint3 threadgroup_position_in_grid = (uint3)({place});",
         "const uint thread_index_in_simdgroup = get_sub_group_local_id();",

@@ -6,7 +6,7 @@
 #define threadgroup __local
 #define constant __constant
 #define thread __private
-// Helpers in tq.h that have the name of an OpenCL function.
+// Helpers of the kernels that have the name of an OpenCL function.
 #define dot tq_dot
 
 typedef half float16_t;
