@@ -4,7 +4,8 @@ All three run in one process, interleaved, over rotating caches that together ex
 waits for the one before; the graph of many calls is built before the clock starts and evaluated at once, so times are
 those of MLX and the device. What Python takes to build a call is in `host_us`. Each result is checked before it is
 timed. Times are microseconds per call: the median and the 20th and 80th percentile over rounds. Peaks are bytes beyond
-what was held before one call.
+what was held before one call. `append_us` is the time to put as many new tokens as there are queries into the cache:
+rotation, packing and the copy into place, on average over the steps between two pages.
 
     python benchmarks/attention.py --out benchmarks/results/attention.csv
 """
@@ -55,8 +56,16 @@ def rows(shape) -> mx.array:
     return mx.random.normal(shape).astype(mx.bfloat16)
 
 
+def filled(format: str, keys: mx.array, values: mx.array) -> mlx_tq.TQKVCache:
+    cache = mlx_tq.TQKVCache(format)
+    for start in range(0, keys.shape[2], 8192):
+        cache.update_and_fetch(*(x[:, :, start : start + 8192] for x in (keys, values)))
+        mx.eval(cache.keys, cache.values)
+    return cache
+
+
 def methods(case: Case, format: str):
-    """Per method a list of closures q -> output, one for each rotating cache, and bytes held by one cache."""
+    """Per method a list of closures q -> output, one for each rotating cache; one of our caches; bytes in bfloat16."""
     from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
     shape = (case.batch, case.n_kv_heads, case.cached, case.head_dim)
@@ -64,18 +73,13 @@ def methods(case: Case, format: str):
     count = max(2, min(MAX_CACHES, ROTATE_BYTES // (bf16_bytes // 4)))
     scale = case.head_dim**-0.5
     mask = "causal" if case.queries > 1 else None
-    ours, stock, q4, sizes = [], [], [], []
+    ours, stock, q4 = [], [], []
     for _ in range(count):
         keys, values = rows(shape), rows(shape)
-        cache = mlx_tq.TQKVCache(format)
-        for start in range(0, case.cached, 8192):
-            part = (x[:, :, start : start + 8192] for x in (keys, values))
-            cache.update_and_fetch(*part)
-            mx.eval(cache.state)
+        cache = filled(format, keys, values)
         packed = cache.rows
         quantised = [mx.quantize(x, group_size=64, bits=4) for x in (keys, values)]
         mx.eval(keys, values, quantised)
-        sizes.append(cache.nbytes)
         ours.append(lambda q, p=packed: mlx_tq.attention(q, *p, scale=scale, mask=mask))
         stock.append(lambda q, k=keys, v=values: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask))
         q4.append(
@@ -83,7 +87,7 @@ def methods(case: Case, format: str):
                 mx.array(q), k, v, scale=scale, mask=mask, group_size=64, bits=4
             )
         )
-    return {"ours": ours, "bf16": stock, "mlx_lm_q4": q4}, sizes[0], bf16_bytes, mlx_tq.explain(*packed)
+    return {"ours": ours, "bf16": stock, "mlx_lm_q4": q4}, cache, bf16_bytes
 
 
 def run(calls, q, count: int) -> tuple[float, float]:
@@ -96,6 +100,22 @@ def run(calls, q, count: int) -> tuple[float, float]:
     return (perf_counter() - built) / count, (built - started) / count
 
 
+def append(case: Case, format: str) -> float:
+    """Microseconds to put `case.queries` new tokens into a cache, median of three."""
+    held, new = ((case.batch, case.n_kv_heads, n, case.head_dim) for n in (case.cached, case.queries))
+    cache, new = filled(format, rows(held), rows(held)), rows(new)
+    count = max(1, cache.format.page // case.queries)
+    times = []
+    for _ in range(4):  # the first compiles and makes room
+        mx.eval(new, cache.keys, cache.values)
+        for _ in range(count):
+            cache.update_and_fetch(new, new)
+        started = perf_counter()
+        mx.eval(cache.keys, cache.values)
+        times.append((perf_counter() - started) / count * 1e6)
+    return float(np.median(times[1:]))
+
+
 def peak(call, q) -> int:
     """Bytes that one call needs at most beyond what is held."""
     mx.clear_cache()
@@ -106,7 +126,8 @@ def peak(call, q) -> int:
 
 
 def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool) -> dict:
-    calls, ours_bytes, bf16_bytes, path = methods(case, format)
+    calls, cache, bf16_bytes = methods(case, format)
+    ours_bytes, path = cache.nbytes, mlx_tq.explain(cache)
     q = rows((case.batch, case.n_heads, case.queries, case.head_dim))
     mx.eval(q)
     if with_q4:
@@ -146,6 +167,7 @@ def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool
         "p80": round(float(np.percentile(times["ours"], 80)), 2),
         "host_us": round(float(np.median(host["ours"])), 2),
         "bf16_host_us": round(float(np.median(host["bf16"])), 2),
+        "append_us": round(append(case, format), 2),
         "ours_bytes": ours_bytes,
         "bf16_bytes": bf16_bytes,
         "ours_peak": peaks["ours"],
