@@ -23,13 +23,55 @@ const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of 
 // First the rotated queries and behind them their fragments, in the end the sums of all simdgroups.
 constexpr int ROTATED = 8 * D, FRAGMENTS = STEPS * 128, SUMS = NSG * DV * 8;
 threadgroup float scratch[ROTATED + FRAGMENTS > SUMS ? ROTATED + FRAGMENTS : SUMS];
-threadgroup float row_unit[8], row_sum[8], tops[NSG * 8], totals[NSG * 8];
+threadgroup float row_unit[8], start_sum[8], tops[NSG * 8], totals[NSG * 8];
 threadgroup float* rotated = scratch;
 threadgroup float* fragments = scratch + ROTATED;
 
+const int pad = params[16 + batch * 4], first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
+const int n_exact = first + params[19 + batch * 4];
+const size_t at_packed = slot * capacity;
+// Where this lane reads the first block of keys, values and scales.
+constexpr int K_ROW = row_words(D, field_width(KB)) * 4, V_ROW = row_words(DV, field_width(VB)) * 4;  // bytes
+constexpr int K_PLANE = KB == 3 ? D / 8 : 0, V_PLANE = VB == 3 ? DV / 8 : 0;
+const size_t k_token = at_packed + 4 * g, v_token = at_packed + 8 * t;
+device const uchar* k_rows = (device const uchar*)k_codes + k_token * K_ROW + t * (K_ROW / 4);
+device const uchar* v_rows = (device const uchar*)v_codes + v_token * V_ROW + g * (V_ROW / 8);
+device const uchar* k_planes = (device const uchar*)k_plane + k_token * K_PLANE + t * (K_PLANE / 4);
+device const uchar* v_planes = (device const uchar*)v_plane + v_token * V_PLANE + g * (V_PLANE / 8);
+device const uchar* k_scales = (device const uchar*)(k_scale + k_token);
+device const uchar* v_scales = (device const uchar*)(v_scale + k_token);
+const auto k_means = k_mean + (CENTERED ? slot * mean_pages * D : 0);
+
+// Packed blocks are dealt out from the first simdgroup on, exact ones, which take longer, from the last.
+const int packed_blocks = (n_packed + 31) / 32, exact_blocks = (n_exact + 31) / 32;
+const int workers = splits * NSG, worker = split * NSG + sg;
+const int share = (packed_blocks + workers - 1) / workers, exact_share = (exact_blocks + workers - 1) / workers;
+const int begin = worker * share, coded_end = min(begin + share, packed_blocks);
+const int exact_begin = (workers - 1 - worker) * exact_share, exact_end = min(exact_begin + exact_share, exact_blocks);
+const int last_seen = columns - L + min(first_row + 7, rows - 1) / G;
+
+// The words of a block are read while the one before it is worked on, of the first block while queries are rotated.
+uint k_words[4 * KW], k_bits[4 * KW], v_words[8 * VW], v_bits[8], k_scale_words[2], v_scale_words[2];
+if (begin < coded_end) {
+  const int start = begin * 32;
+  load_keys<D, KB>(k_rows + start * K_ROW, k_planes + start * K_PLANE, k_words, k_bits);
+  load_part<64>(k_scales + start * 2, k_scale_words);
+  load_values<DV, VB>(v_rows + start * V_ROW, v_planes + start * V_PLANE, v_words, v_bits);
+  load_part<64>(v_scales + start * 2, v_scale_words);
+}
+
+// Scores of packed rows without mask and cap are in base 2 from the start.
+constexpr bool PLAIN = MASK == 0 && !SOFTCAP;
+constexpr float BASE = PLAIN ? LOG2E : 1.0f;
+
 // Rotate the queries. Each row is divided by a power of two, row_unit, that brings it into the middle of float16.
 for (int r = sg; r < 8; r += NSG) {
-  const int row = min(first_row + r, rows - 1);
+  const int row = first_row + r;
+  if (row >= rows) {
+    for (int i = lane; i < D; i += 32) rotated[r * D + i] = 0.0f;
+    if (lane == 0) row_unit[r] = start_sum[r] = 0.0f;
+    continue;
+  }
   const size_t head = batch * size_t(params[12]) * G + kv_head * G + row % G;
   device const T* from = query + (head * L + row / G) * D;
   threadgroup float* y = rotated + r * D;
@@ -46,20 +88,24 @@ for (int r = sg; r < 8; r += NSG) {
   for (int i = lane; i < D; i += 32) y[i] *= as_type<float>(uint(127 - exponent) << 23);
   if (lane == 0) {
     row_unit[r] = as_type<float>(uint(127 + exponent) << 23);
-    row_sum[r] = sum;
+    start_sum[r] = -sum * (code_offset<KB, false>() * BASE);  // makes the codes symmetric
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-// Fragments of the queries: for codes in registers, for uncoded rows in two parts that add up to more digits.
+// Fragments of the queries: for codes in registers, each less the share that the next field of its byte brings along; for
+// uncoded rows in two parts that add up to more digits.
 uint q[STEPS * 2];
 #pragma unroll
 for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int j = (2 * s + i) % KF, at = t * C + (2 * s + i) / KF * 2 * KF + j;
-    const float factor = field_scale<field_width(KB), true>(j) / field_scale<field_width(KB), true>(0);
-    q[2 * s + i] = pair_of<float16_t>(rotated[g * D + at] * factor, rotated[g * D + at + KF] * factor);
+    const int j = (2 * s + i) % KF, place = field_place<KB>(j);
+    threadgroup const float* y = rotated + g * D + t * C + (2 * s + i) / KF * 2 * KF + j;
+    const float factor = 1.0f / (1 << place), next = factor / (1 << field_width(KB));
+    const bool alone = KB == 3 || place + field_width(KB) == 8;
+    q[2 * s + i] = pair_of<float16_t>(
+        y[0] * factor - (alone ? 0.0f : y[1] * next), y[KF] * factor - (alone ? 0.0f : y[KF + 1] * next));
   }
 }
 for (int s = sg; s < STEPS; s += NSG) {
@@ -69,67 +115,39 @@ for (int s = sg; s < STEPS; s += NSG) {
     fragments[s * 128 + i * 32 + 64 + lane] = as_type<float>(pair_of<T>(low - float(T(low)), high - float(T(high))));
   }
 }
-float unit[2], start_sum[2];
-for (int i = 0; i < 2; ++i) {
-  unit[i] = row_unit[2 * t + i];
-  start_sum[i] = -row_sum[2 * t + i] * code_offset<KB, false>();  // makes the codes symmetric
-}
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-const int pad = params[16 + batch * 4], first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
-const int n_exact = first + params[19 + batch * 4];
-const size_t at_packed = slot * capacity, at_exact = slot * exact_capacity;
-device const uint* k_rows = k_codes + at_packed * row_words(D, field_width(KB));
-device const uint* v_rows = v_codes + at_packed * row_words(DV, field_width(VB));
-device const uint* k_planes = k_plane + (KB == 3 ? at_packed * row_words(D, 1) : 0);
-device const uint* v_planes = v_plane + (VB == 3 ? at_packed * row_words(DV, 1) : 0);
-const auto k_scales = k_scale + at_packed;
-const auto v_scales = v_scale + at_packed;
-device const T* k_kept = k_exact + at_exact * D;
-device const T* v_kept = v_exact + at_exact * DV;
-const auto k_means = k_mean + (CENTERED ? slot * mean_pages * D : 0);
-
-const int packed_blocks = (n_packed + 31) / 32, blocks = packed_blocks + (n_exact + 31) / 32;
-const int share = (blocks + splits * NSG - 1) / (splits * NSG);
-const int begin = (split * NSG + sg) * share, end = min(begin + share, blocks);
-const int last_seen = columns - L + min(first_row + 7, rows - 1) / G;
-
-// Accumulators, coordinate 2 i + h of this lane's in acc[i][2 h] and acc[i][2 h + 1]; value_unit: what a column's
-// weights of codes are divided by, so that the largest fit float16 whatever the scales of the values are.
-float acc[TILES * 4], top[2], denominator[2], weight_sum[2], mean_score[2], value_unit[2];
+// Accumulators, coordinate 2 i + h of this lane's in acc[4 i + 2 h] and acc[4 i + 2 h + 1], behind them the sums of the
+// weights; gain: the factor of a column's weights, so that the largest fit float16 whatever the scales of the values.
+float acc[TILES * 4 + 4], top[2], denominator[2], gain[2];
 #pragma unroll
-for (int i = 0; i < TILES * 4; ++i) acc[i] = 0.0f;
+for (int i = 0; i < TILES * 4 + 4; ++i) acc[i] = 0.0f;
 for (int i = 0; i < 2; ++i) {
   top[i] = LOWEST;
-  denominator[i] = weight_sum[i] = mean_score[i] = value_unit[i] = 0.0f;
+  denominator[i] = 0.0f;
+  gain[i] = MOST_GAIN;
 }
+const uint ones[4] = {0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u};
 
-// The words of a block are read while the one before it is worked on: keys after its scores, values after its sums.
-const int coded_end = min(end, packed_blocks);
-uint k_words[4 * KW], k_bits[4 * KW], v_words[8 * VW], v_bits[8];
-if (begin < coded_end) {
-  load_keys<D, KB>(k_rows, k_planes, begin * 32, lane, k_words, k_bits);
-  load_values<DV, VB>(v_rows, v_planes, begin * 32, lane, v_words, v_bits);
-}
+// The scores of 16 pages' means are made at a time, and kept where the rotated queries were.
+threadgroup float* mean_scores = rotated + sg * 128;
+const int last_page = (coded_end * 32 - 1) / PAGE;
 for (int block = begin; block < coded_end; ++block) {
   const int start = block * 32, next = min(block + 1, coded_end - 1) * 32;
   if (MASK == 1 && pad + first + start > last_seen) break;
-  float k_factor[4], v_factor[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int token = start + 8 * i + g;
-    k_factor[i] = float(k_scales[token]);
-    v_factor[i] = token < n_packed ? float(v_scales[token]) : 0.0f;
-  }
-  if (CENTERED && (block == begin || start % PAGE == 0)) {
+  const uint page = uint(start) / PAGE, at = (page - uint(begin) * 32 / PAGE) % 16;
+  if (CENTERED && at == 0 && (block == begin || uint(start) % PAGE == 0)) {
+    const int low = min(int(page) + g, last_page), high = min(int(page) + g + 8, last_page);
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const auto mean = k_means + start / PAGE * D;
-    plain_scores<STEPS, T>(mean, mean, fragments, lane, sums);
-    mean_score[0] = sums[0] * unit[0];
-    mean_score[1] = sums[1] * unit[1];
+    plain_scores<STEPS, 4, T>(k_means + low * D, k_means + high * D, fragments, lane, sums);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      mean_scores[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i] * (row_unit[2 * t + i % 2] * BASE);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  // Scores of token 8 i + g in score[2 i] and score[2 i + 1].
+  // Scores of token 4 g + i in score[2 i] and score[2 i + 1].
   float score[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) score[i] = 0.0f;
@@ -145,37 +163,48 @@ for (int block = begin; block < coded_end; ++block) {
       mma_16x8x16<float16_t>(score + 4 * m, keys, q + 2 * s);
     }
   }
-  load_keys<D, KB>(k_rows, k_planes, next, lane, k_words, k_bits);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int token = start + 8 * (i / 2) + g, row = min(first_row + 2 * t + i % 2, rows - 1);
-    float s = k_factor[i / 2] * fma(score[i], unit[i % 2] * CODE_UNIT, start_sum[i % 2]) + mean_score[i % 2];
-    const bool seen = see<MASK, SOFTCAP>(
-        s, token < n_packed, row, pad + first + token, mask, batch, kv_head, params, consts[1]);
-    score[i] = seen ? s : -INFINITY;
+  load_keys<D, KB>(k_rows + next * K_ROW, k_planes + next * K_PLANE, k_words, k_bits);
+  float factor[4], unit[2], sum[2], mean_score[2];
+  for (int i = 0; i < 2; ++i) {
+    unit[i] = row_unit[2 * t + i] * (CODE_UNIT * BASE);
+    sum[i] = start_sum[2 * t + i];
+    mean_score[i] = CENTERED ? mean_scores[at * 8 + 2 * t + i] : 0.0f;
   }
-  raise_top<0>(score, top, denominator, value_unit, acc);
+  scales_of(k_scale, k_scale_words, factor);
+  load_part<64>(k_scales + next * 2, k_scale_words);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    score[i] = fma(factor[i / 2], fma(score[i], unit[i % 2], sum[i % 2]), mean_score[i % 2]);
+  scales_of(v_scale, v_scale_words, factor);
+  if (!PLAIN || start + 32 > n_packed) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int token = start + 4 * g + i / 2, row = min(first_row + 2 * t + i % 2, rows - 1);
+      const bool live = token < n_packed;
+      const bool seen = PLAIN ? live
+                              : see<MASK, SOFTCAP>(
+                                    score[i], live, row, pad + first + token, mask, batch, kv_head, params, consts[1]);
+      if (!seen) score[i] = -INFINITY;
+      if (!live) factor[i / 2] = 0.0f;
+    }
+  }
+  raise_top<0>(score, top, denominator, gain, acc);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float p = exp2(score[i] - top[i % 2]);
     denominator[i % 2] += p;
-    score[i] = p == 0.0f ? 0.0f : p * v_factor[i / 2];
+    score[i] = MASK != 0 && p == 0.0f ? 0.0f : p * factor[i / 2];
   }
-  float inverse[2];
-  raise_unit<TILES>(score, value_unit, inverse, weight_sum, acc);
+  lower_gain<TILES + 1>(score, gain, acc);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     uint weights[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float w[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        w[i] = float(float16_t(score[4 * m + 2 * h + i] * inverse[i]));
-        weight_sum[i] += w[i];
-      }
-      weights[h] = transpose_8x8(pair_of<float16_t>(w[0], w[1]));
+      const int i = 4 * m + 2 * h;
+      weights[h] = transpose_8x8(pair_of<float16_t>(score[i] * gain[0], score[i + 1] * gain[1]));
     }
+    mma_16x8x16<float16_t>(acc + 4 * TILES, ones, weights);
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       const int e = 2 * i, w = e / (2 * VF), j = e % VF;
@@ -191,22 +220,25 @@ for (int block = begin; block < coded_end; ++block) {
       mma_16x8x16<float16_t>(acc + 4 * i, values, weights);
     }
   }
-  load_values<DV, VB>(v_rows, v_planes, next, lane, v_words, v_bits);
+  load_values<DV, VB>(v_rows + next * V_ROW, v_planes + next * V_PLANE, v_words, v_bits);
+  load_part<64>(v_scales + next * 2, v_scale_words);
 }
 
-// From here on the accumulators are plain numbers.
-weight_sum[0] = over_tokens_sum(weight_sum[0]);
-weight_sum[1] = over_tokens_sum(weight_sum[1]);
+// From here on the accumulators are plain numbers, each without the fields below it.
+const float inverse[2] = {1.0f / gain[0], 1.0f / gain[1]};
 #pragma unroll
-for (int i = 0; i < TILES * 4; ++i) {
-  const float scale = field_scale<field_width(VB), true>(i / 2 % VF);
-  acc[i] = fma(acc[i], scale, -weight_sum[i % 2] * code_offset<VB, false>()) * value_unit[i % 2];
+for (int i = TILES * 4 - 1; i >= 0; --i) {
+  const int place = field_place<VB>(i / 2);
+  const float sum = VB == 3 || place == 0 ? acc[i] : acc[i] - acc[i >= 2 ? i - 2 : 0];
+  acc[i] = fma(sum, CODE_UNIT / (1 << place), -acc[4 * TILES + i % 2] * code_offset<VB, false>()) * inverse[i % 2];
 }
 
 // Exact rows: a number that 16 bits do not hold is multiplied as the sum of two that they hold. Rows past the live ones
 // may hold anything, so none of those is read.
-for (int block = max(begin, packed_blocks); block < end; ++block) {
-  const int start = (block - packed_blocks) * 32;
+device const T* k_kept = k_exact + slot * exact_capacity * D;
+device const T* v_kept = v_exact + slot * exact_capacity * DV;
+for (int block = exact_begin; block < exact_end; ++block) {
+  const int start = block * 32;
   if (MASK == 1 && pad + (start < first ? start : n_packed + start) > last_seen) break;
   float score[8];
 #pragma unroll
@@ -214,19 +246,19 @@ for (int block = max(begin, packed_blocks); block < end; ++block) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const int token = start + 16 * m + g;
-    plain_scores<STEPS, T>(
+    plain_scores<STEPS, STEPS < 8 ? STEPS : 8, T>(
         k_kept + min(token, n_exact - 1) * D, k_kept + min(token + 8, n_exact - 1) * D, fragments, lane, score + 4 * m);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int token = start + 8 * (i / 2) + g, row = min(first_row + 2 * t + i % 2, rows - 1);
-    float s = score[i] * unit[i % 2];
+    float s = score[i] * row_unit[2 * t + i % 2];
     const bool seen = see<MASK, SOFTCAP>(
         s, token < n_exact, row, pad + (token < first ? token : n_packed + token), mask, batch, kv_head, params,
         consts[1]);
     score[i] = seen ? s : -INFINITY;
   }
-  raise_top<TILES>(score, top, denominator, value_unit, acc);
+  raise_top<TILES>(score, top, denominator, gain, acc);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     uint weights[2], rest[2];
@@ -242,7 +274,7 @@ for (int block = max(begin, packed_blocks); block < end; ++block) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const int token = start + 16 * m + 8 * (p / 2) + 2 * t + p % 2;
-      load_part<CV * 16>((device const uint*)(v_kept + min(token, n_exact - 1) * DV), g, words + p * PAIRS);
+      load_part<CV * 16>((device const uchar*)(v_kept + min(token, n_exact - 1) * DV + g * CV), words + p * PAIRS);
     }
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {

@@ -35,6 +35,14 @@ TQ_FUNC To as_type(From x) {
   return out;
 }
 
+// Like Metal's exp2, without the steps that CUDA's takes for denormal results.
+TQ_FUNC float short_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#define exp2 short_exp2
+
 TQ_FUNC int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
 template <typename T>
@@ -74,6 +82,9 @@ template <>
 TQ_FUNC void mma_16x8x16<bfloat16_t>(float* c, const uint* a, const uint* b) {
   TQ_MMA("bf16");
 }
+
+// Four of the bytes of a (0 to 3) and b (4 to 7), named by the digits of `which`, the lowest byte by the last.
+TQ_FUNC uint pick_bytes(uint a, uint b, uint which) { return __byte_perm(a, b, which); }
 
 // An 8 x 8 tile of 16-bit numbers, two neighbours of a row in each lane's word, transposed.
 TQ_FUNC uint transpose_8x8(uint x) {

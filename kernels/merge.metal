@@ -3,36 +3,49 @@
 const int G = params[0], L = params[1], splits = params[5];
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
 const int item = threadgroup_position_in_grid.x;
-threadgroup float sums[NSG * DV];
+threadgroup float sums[NSG * DV], denominators[NSG];
 
 // The output is (B, n_heads, L, DV), the partial results are (B, n_kv_heads, L, G, splits, DV).
 const int head = item / L;
 const size_t row = (size_t(head / G) * L + item % L) * G + head % G;
 
-float sink = SINKS ? float(sinks[head % params[14]]) * LOG2E : LOWEST;
+const float sink = SINKS ? float(sinks[head % params[14]]) * LOG2E : LOWEST;
 float top = sink;
 for (int s = lane; s < splits; s += 32) top = max(top, softmax[(row * splits + s) * 2]);
 top = simd_max(top);
-float denominator = SINKS && lane == 0 ? exp2(sink - top) : 0.0f;
-for (int s = lane; s < splits; s += 32) {
-  const size_t at = (row * splits + s) * 2;
-  denominator += exp2(softmax[at] - top) * softmax[at + 1];
+
+// Every simdgroup adds up each NSG-th split, then the first one what all of them have.
+float x[(DV + 31) / 32], denominator = 0.0f;
+for (int n = 0; n < (DV + 31) / 32; ++n) x[n] = 0.0f;
+for (int from = sg; from < splits; from += 32 * NSG) {
+  const int s = from + lane * NSG;
+  float weight = 0.0f;
+  if (s < splits) {
+    const size_t at = (row * splits + s) * 2;
+    weight = exp2(softmax[at] - top);
+    denominator += weight * softmax[at + 1];
+  }
+  const int count = min(32, (splits - from + NSG - 1) / NSG);
+#pragma unroll 8
+  for (int k = 0; k < count; ++k) {
+    const float w = simd_shuffle(weight, ushort(k));
+    const size_t at = (row * splits + from + k * NSG) * DV;
+    for (int n = 0, i = lane; i < DV; ++n, i += 32) x[n] = fma(partial[at + i], w, x[n]);
+  }
 }
 denominator = simd_sum(denominator);
-const float norm = denominator == 0.0f ? 0.0f : consts[3] / denominator;  // a NaN stays, so that it shows
-
-// Every simdgroup adds up its share of the splits, then the first one those of all.
-float x[(DV + 31) / 32];
-for (int n = 0; n < (DV + 31) / 32; ++n) x[n] = 0.0f;
-#pragma unroll 4
-for (int s = sg; s < splits; s += NSG) {
-  const float weight = exp2(softmax[(row * splits + s) * 2] - top);
-  for (int n = 0, i = lane; i < DV; ++n, i += 32) x[n] = fma(partial[(row * splits + s) * DV + i], weight, x[n]);
-}
-for (int n = 0, i = lane; i < DV; ++n, i += 32) sums[sg * DV + i] = x[n] * norm;
+if (lane == 0) denominators[sg] = denominator;
+for (int n = 0, i = lane; i < DV; ++n, i += 32) sums[sg * DV + i] = x[n];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (sg > 0) return;
-for (int i = lane; i < DV; i += 32)
-  for (int n = 1; n < NSG; ++n) sums[i] += sums[n * DV + i];
+
+denominator = SINKS ? exp2(sink - top) : 0.0f;
+for (int n = 0; n < NSG; ++n) denominator += denominators[n];
+const float norm = denominator == 0.0f ? 0.0f : consts[3] / denominator;  // a NaN stays, so that it shows
+for (int i = lane; i < DV; i += 32) {
+  float sum = 0.0f;
+  for (int n = 0; n < NSG; ++n) sum += sums[n * DV + i];
+  sums[i] = sum * norm;
+}
 hadamard<DV>(sums, v_mix, lane);
 for (int i = lane; i < DV; i += 32) out[size_t(item) * DV + i] = T(sums[i] * v_signs[i]);

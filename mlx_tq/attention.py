@@ -115,12 +115,13 @@ def _check(q, keys, values, scale, mask, sinks, softcap) -> None:
         if not isinstance(rows, PackedRows) or rows.kind != name:
             raise ValueError(f"{name} must be PackedRows made by encode_{name} or a TQKVCache, got {rows!r:.80}")
     b, n_heads, length, dim = q.shape
-    if keys.layout != values.layout or keys.n_kv_heads != values.n_kv_heads:
+    layout, n_kv = keys.layout, keys.n_kv_heads
+    if layout != values.layout or n_kv != values.n_kv_heads:
         raise ValueError(f"keys and values must hold the same tokens, got {keys.shape} and {values.shape}")
-    if keys.shape[0] != b or dim != keys.dim:
+    if len(layout.pad) != b or dim != keys.dim:
         raise ValueError(f"q must match keys {keys.shape} in batch and head_dim, got {q.shape}")
-    if n_heads % keys.n_kv_heads:
-        raise ValueError(f"n_heads must be a multiple of n_kv_heads {keys.n_kv_heads}, got {n_heads}")
+    if n_heads % n_kv:
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads {n_kv}, got {n_heads}")
     if isinstance(mask, str):
         if mask != "causal":
             raise ValueError(f'mask must be None, "causal" or an array, got {mask!r}')

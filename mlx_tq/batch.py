@@ -85,8 +85,9 @@ class TQBatchKVCache(StoredCache):
         self._accept(keys, values)
         length, before = keys.shape[2], self._tokens(self._columns)
         after = self._tokens(self._columns + length)
+        held = [n - packed for n, packed in zip(before, self._packed, strict=True)]
         new = [n - tokens for n, tokens in zip(after, before, strict=True)]
-        counts = list(zip(before, self._packed, new, self._right_padding(self._arrived + length), strict=True))
+        counts = list(zip(held, self._packed, new, self._right_padding(self._arrived + length), strict=True))
         if len(set(counts)) == 1:
             counts = counts[:1]  # rows alike are moved in one piece
         exacts, leaving = self._append(keys, values, *(list(c) for c in zip(*counts, strict=True)))

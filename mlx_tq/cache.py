@@ -43,13 +43,15 @@ class TQKVCache(StoredCache):
         dtypes that do not fit what the cache holds; then nothing has been stored.
         """
         self._accept(keys, values)
-        self._batch, before, total = keys.shape[0], self._packed, self.offset + keys.shape[2]
-        exacts, (leaving,) = self._append(keys, values, [self.offset], [before], [keys.shape[2]], [0])
-        self._split(total, before)
+        self._batch, _, length, _ = keys.shape
+        held, packed = self._first + self._recent, self._packed
+        exacts, (leaving,) = self._append(keys, values, [held], [packed], [length], [0])
+        total = held + packed + length
+        self._split(total, packed)
         # With a window, this call's attention sees the rows that are being packed as they came.
         layout = self._layout()
         if leaving:
-            self._split(total, before + leaving)
+            self._split(total, packed + leaving)
             layout = layout if self.format.paged else self._layout()
         return self._views(exacts, layout)
 

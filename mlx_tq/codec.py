@@ -7,8 +7,9 @@ in one fixed order and no product is added to anything unless it is exact, so fu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -27,8 +28,7 @@ _TINY_NORM = 1e-12
 STEP_GRID = 512
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Where the tokens of each batch row are, in tokens: one tuple entry per batch row.
 
     A row has `pad` columns of left padding, then its tokens in order: `first` exact ones, `packed` ones, `recent` exact
@@ -41,6 +41,7 @@ class Layout:
     recent: tuple[int, ...]
 
     @classmethod
+    @lru_cache(maxsize=64)  # the layers of a model ask for the same one
     def uniform(cls, batch: int, first: int, packed: int, recent: int) -> Layout:
         return cls((0,) * batch, (first,) * batch, (packed,) * batch, (recent,) * batch)
 
@@ -55,9 +56,9 @@ class Layout:
         return all(len(set(field)) == 1 for field in (self.pad, self.first, self.packed, self.recent))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen would triple the time to make one, a part of every decode step
 class PackedRows:
-    """Keys or values of one layer in packed form, with the rows that are kept exact.
+    """Keys or values of one layer in packed form, with the rows that are kept exact; not to be changed once made.
 
     Attributes:
         kind: "keys" or "values".
@@ -82,6 +83,7 @@ class PackedRows:
     layout: Layout
     n_kv_heads: int
     fused: str = "auto"
+    inputs: tuple | None = field(default=None, init=False, repr=False, compare=False)  # kept by `kernels._inputs`
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -104,14 +106,15 @@ def check_rows(name: str, x: mx.array) -> None:
     """Raises ValueError unless x is a float array `(B, n_kv_heads, L, D)` with a D that can be rotated."""
     if not isinstance(x, mx.array):
         raise ValueError(f"{name} must be an mlx array, got {type(x).__name__}")
-    if x.ndim != 4:
-        raise ValueError(f"{name} must have shape (B, n_kv_heads, L, head_dim), got {x.shape}")
-    if not x.shape[0] or not x.shape[1]:
-        raise ValueError(f"{name} must have at least one batch row and one head, got {x.shape}")
+    shape = x.shape
+    if len(shape) != 4:
+        raise ValueError(f"{name} must have shape (B, n_kv_heads, L, head_dim), got {shape}")
+    if not shape[0] or not shape[1]:
+        raise ValueError(f"{name} must have at least one batch row and one head, got {shape}")
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
     try:
-        split_dim(x.shape[-1])
+        split_dim(shape[3])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from dataclasses import astuple, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 from operator import add
@@ -46,14 +46,13 @@ _DENSE_BYTES = 64 << 20
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
+_ROWS = "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact"
 _INPUTS = {
-    "attend": "query k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact mask "
-    "k_signs k_jl_signs k_mix params consts",
+    "attend": f"query {_ROWS} mask k_signs k_jl_signs k_mix params consts",
     "merge": "partial softmax sinks v_signs v_mix params consts",
     "rotate": "keys values k_signs k_mix v_signs v_mix params consts",
     "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
-    "decode": "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact "
-    "k_signs k_jl_signs k_mix v_signs v_mix params consts",
+    "decode": f"{_ROWS} k_signs k_jl_signs k_mix v_signs v_mix params consts",
 }
 _INPUTS["attend_mma"] = _INPUTS["attend"]
 _HEADERS = {
@@ -182,18 +181,13 @@ def _consts(format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: fl
     return _evaluated(mx.array(out))
 
 
-# Numbers that change from step to step are the same for all layers. One array serves them all: on NVIDIA GPUs each new
-# one that the processor writes costs a migration of its page.
-@lru_cache(maxsize=512)
 def _ints(*values: int) -> mx.array:
     return mx.array(values, mx.int32)
 
 
-@lru_cache(maxsize=512)
 def _params(layout: Layout, *values: int) -> mx.array:
     """Integers that kernels read: 16 of the launch, then where the tokens of each batch row are."""
-    rows = zip(layout.pad, layout.first, layout.packed, layout.recent, strict=True)
-    return mx.array([*values, *(n for row in rows for n in row)], mx.int32)
+    return _ints(*values, *(n for row in zip(*layout, strict=True) for n in row))
 
 
 def _padded(array: mx.array) -> mx.array:
@@ -228,8 +222,8 @@ def reason(dim: int, value_dim: int) -> str | None:
 class SelfTest:
     """Outcome of the self test of a back end: `problem` is None where the kernels gave the right numbers."""
 
-    def __init__(self, problem: str | None, denormal: bool, error: float | None):
-        self.problem, self.denormal, self.error = problem, denormal, error
+    def __init__(self, problem: str | None, denormal: bool, error: float | None, running: bool = False):
+        self.problem, self.denormal, self.error, self.running = problem, denormal, error, running
 
 
 # A float16 result may be off by so much less, compared with a float32 one.
@@ -244,11 +238,14 @@ def self_test(device: str) -> SelfTest:
     Reading codes as float16 denormals needs a GPU that keeps them; where that fails the kernels convert integers
     instead. Where both fail, a warning says so and everything runs on MLX ops.
     """
+    test = _tests.get(device)
+    if test is not None and not test.running:
+        return test
     with _test_lock:
         if device not in _tests:
             problem = None
             for denormal in (True, False):
-                _tests[device] = SelfTest(None, denormal, None)  # what the launches below will see
+                _tests[device] = SelfTest(None, denormal, None, True)  # what the launches below will see
                 try:
                     error = _self_test_error(device)
                     problem = None if error < 1e-4 else f"the self test is off by {error:.3g}"
@@ -306,31 +303,34 @@ def _self_test_error(device: str) -> float:
 
 # ------------------------------------------------------------------ launches
 
+# All of a launch but its arrays is prepared once, for all layers of a model and for each step again. That also gives
+# them one array of the numbers that change from step to step: on NVIDIA GPUs each new one that the processor writes
+# costs a migration of its page.
+_prepared_once = lru_cache(maxsize=512)
 
-@lru_cache(maxsize=1024)
-def _template(**options) -> list:
-    return list(options.items())
 
-
-def _launch(name: str, inputs: list, template: list, shapes: list, dtypes: list, grid: tuple[int, int, int]) -> list:
-    """Runs a kernel on `grid` simdgroups, the first number rounded up to threadgroups; returns its outputs."""
-    device = backend()
-    threads = -(-grid[0] // NSG) * NSG * 32
-    if max(threads, grid[1], grid[2]) >= 1 << 31:
-        raise ValueError(f"{name}: the grid must stay below 2**31 threads, got {grid}")
-    if device == "cuda" and max(grid[1:]) > 65535:
-        raise ValueError(f"{name}: batch and n_kv_heads must stay below 65536 on CUDA, got {grid[1:]}")
+def _launch(name: str, inputs: list, template: list, shapes: list, dtypes: list, grid: tuple, device: str) -> list:
+    """Runs a kernel on a grid that `_grid` gives; returns its outputs."""
     return _kernel(name, device)(
         inputs=inputs,
         template=template,
-        grid=(threads, grid[1], grid[2]),
+        grid=grid,
         threadgroup=(NSG * 32, 1, 1),
         output_shapes=shapes,
         output_dtypes=dtypes,
     )
 
 
-@lru_cache(maxsize=1024)
+def _grid(name: str, device: str, x: int, y: int, z: int) -> tuple[int, int, int]:
+    """Threads of x * y * z simdgroups, x rounded up to threadgroups."""
+    threads = -(-x // NSG) * NSG * 32
+    if max(threads, y, z) >= 1 << 31:
+        raise ValueError(f"{name}: the grid must stay below 2**31 threads, got {(x, y, z)}")
+    if device == "cuda" and max(y, z) > 65535:
+        raise ValueError(f"{name}: batch and n_kv_heads must stay below 65536 on CUDA, got {(y, z)}")
+    return threads, y, z
+
+
 def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> list:
     return [
         ("D", dim),
@@ -346,53 +346,81 @@ def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> li
     ]
 
 
-def _whole_blocks(rows: PackedRows) -> PackedRows:
-    """The rows with room for a multiple of ROW_BLOCK packed tokens, as caches and `encode_keys` make them anyway."""
-    spare = 0 if rows.regions is None else -rows.regions.codes.shape[2] % ROW_BLOCK
-    return replace(rows, regions=codec.grow_regions(rows.regions, spare)) if spare else rows
+def _whole_blocks(regions: Regions | None) -> Regions:
+    """Regions with room for a multiple of ROW_BLOCK tokens, as caches and `encode_keys` make them anyway."""
+    if regions is None:
+        return Regions(None)
+    spare = -regions.codes.shape[2] % ROW_BLOCK
+    return codec.grow_regions(regions, spare) if spare else regions
 
 
-def _capacities(rows: PackedRows) -> tuple[int, int, int]:
-    """Strides of a head: tokens of the packed regions and of the exact rows, pages of the means."""
-    regions = rows.regions
-    packed = regions.codes.shape[2] if regions else 0
-    pages = regions.mean.shape[2] if regions and regions.mean is not None else 0
-    return packed, rows.exact.shape[2] if rows.exact is not None else 0, pages
+@dataclass(eq=False)
+class _Pair:
+    """Keys and values but for the contents of their arrays: what launches over them are prepared from.
+
+    Raises ValueError unless everything is as the kernels take for granted.
+    """
+
+    device: str
+    format: TQFormat
+    layout: Layout
+    n_kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    value_dtype: mx.Dtype
+    shapes: tuple[tuple[int, ...] | None, ...]  # of the arrays in _ROWS
+
+    def __post_init__(self):
+        format, layout, shapes = self.format, self.layout, dict(zip(_ROWS.split(), self.shapes, strict=True))
+        head = (len(layout.pad), self.n_kv_heads)
+        for name, shape in shapes.items():
+            if shape is not None and (shape[:2] != head or 0 < prod(shape) < _MIN_ELEMENTS):
+                raise ValueError(f"{name} must have shape {(*head, '...')}, got {shape}")
+        room = {name: 0 if shape is None else shape[2] for name, shape in shapes.items()}
+        # Strides of a head: tokens of the packed regions and of the exact rows, pages of the means.
+        self.capacities = packed, exact, pages = room["k_codes"], room["k_exact"], room["k_mean"]
+        needed = max(layout.packed), max(map(add, layout.first, layout.recent))
+        if needed[0] > packed or needed[1] > exact:
+            raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
+        if format.centered_keys and pages * format.page < needed[0]:
+            raise ValueError(f"keys must have a mean for each page of {needed[0]} tokens, got {pages}")
+        if (room["v_codes"], room["v_exact"]) != (packed, exact):
+            others = room["v_codes"], room["v_exact"]
+            raise ValueError(f"keys and values must have equal capacities, got {(packed, exact)} and {others}")
+        most, widest = max(packed, exact, layout.length), max(self.dim, self.value_dim)
+        if most * widest >= 1 << 31:
+            raise ValueError(f"tokens times head_dim must stay below 2**31, got {most} * {widest}")
+        # A kernel is compiled again where the dtype of an input changes, so place-holders have the right one.
+        dtypes = {"k_exact": self.dtype, "v_exact": self.value_dtype}
+        for kind, dim, dtype in (("keys", self.dim, self.dtype), ("values", self.value_dim, self.value_dtype)):
+            regions = region_shapes(format, kind, dim, dtype)
+            dtypes |= {f"{kind[0]}_{name}": stored for name, (_, stored, _) in regions.items()}
+        self.places = [
+            (i, _nothing(dtypes.get(name, mx.uint32)))
+            for i, (name, shape) in enumerate(shapes.items())
+            if shape is None or not prod(shape)
+        ]
 
 
-@lru_cache(maxsize=256)
-def _place_holders(format: TQFormat, kind: str, dim: int, dtype: mx.Dtype) -> list[mx.array]:
-    """One of each dtype that `_row_inputs` may give: a kernel is compiled again where the dtype of an input changes."""
-    shapes = region_shapes(format, kind, dim, dtype)
-    return [*(_nothing(shapes[n][1] if n in shapes else mx.uint32) for n in Regions._fields), _nothing(dtype)]
+_pair = _prepared_once(_Pair)
 
 
-def _row_inputs(rows: PackedRows) -> list[mx.array]:
-    """codes, plane, jl, scale, residual, mean, exact; place-holders for what the format or the moment does not have."""
-    *places, exact = _place_holders(rows.format, rows.kind, rows.dim, rows.dtype)
-    if rows.regions is not None and rows.regions.codes.size:
-        places = [p if a is None else a for a, p in zip(rows.regions, places, strict=True)]
-    return [*places, exact if rows.exact is None or not rows.exact.size else rows.exact]
-
-
-def _check_launch(keys: PackedRows, values: PackedRows) -> None:
-    """Everything the kernels take for granted about the arrays."""
-    layout, head = keys.layout, (len(keys.layout.pad), keys.n_kv_heads)
-    packed, exact, pages = _capacities(keys)
-    needed = max(layout.packed), max(map(add, layout.first, layout.recent))
-    if needed[0] > packed or needed[1] > exact:
-        raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
-    if keys.format.centered_keys and pages * keys.format.page < needed[0]:
-        raise ValueError(f"keys must have a mean for each page of {needed[0]} tokens, got {pages}")
-    if _capacities(values)[:2] != (packed, exact):
-        raise ValueError(f"keys and values must have equal capacities, got {_capacities(values)[:2]}")
-    for rows in (keys, values):
-        for array in (*(rows.regions or ()), rows.exact):
-            if array is not None and (array.shape[:2] != head or 0 < array.size < _MIN_ELEMENTS):
-                raise ValueError(f"{rows.kind} arrays must be {(*head, '...')}, got {array.shape}")
-    widest = max(keys.dim, values.dim)
-    if max(packed, exact, layout.length) * widest >= 1 << 31:
-        raise ValueError(f"tokens times head_dim must stay below 2**31, got {max(packed, layout.length)} * {widest}")
+def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]]:
+    """What launches over these rows are prepared from, and the arrays in _ROWS; remembered by the keys."""
+    device, held = backend(), keys.inputs
+    if held is not None and held[0] is values and held[1].device == device:
+        return held[1:]
+    k, v = _whole_blocks(keys.regions), _whole_blocks(values.regions)
+    arrays = [*k, keys.exact, v.codes, v.plane, v.scale, values.exact]
+    pair = _pair(
+        *(device, keys.format, keys.layout, keys.n_kv_heads, keys.dim, values.dim, keys.dtype, values.dtype),
+        tuple([None if a is None else a.shape for a in arrays]),
+    )
+    for i, place in pair.places:
+        arrays[i] = place
+    keys.inputs = values, pair, arrays
+    return pair, arrays
 
 
 def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int:
@@ -411,37 +439,37 @@ def _has_mma(device: str) -> bool:
     return device == "cuda" and mx.device_info()["compute_capability_major"] >= 8
 
 
-def _one_short_dtype(q: mx.array, keys: PackedRows, values: PackedRows) -> bool:
-    return {q.dtype, keys.dtype, values.dtype} in ({mx.float16}, {mx.bfloat16})
+def _one_short_dtype(*dtypes: mx.Dtype) -> bool:
+    return set(dtypes) in ({mx.float16}, {mx.bfloat16})
 
 
-def _takes_mma(device: str, q: mx.array, keys: PackedRows, values: PackedRows) -> bool:
+def _takes_mma(pair: _Pair, dtype: mx.Dtype, denormal: bool) -> bool:
     """Whether attend_mma.metal does these rows rather than attend.metal."""
-    format = keys.format
+    format = pair.format
     return (
-        _one_short_dtype(q, keys, values)
-        and keys.dim in _MMA_DIMS
-        and values.dim in _MMA_DIMS
+        _one_short_dtype(dtype, pair.dtype, pair.value_dtype)
+        and pair.dim in _MMA_DIMS
+        and pair.value_dim in _MMA_DIMS
         and (format.codebook, format.qjl) == ("uniform", False)
         and RAW_BITS not in (format.key_bits, format.value_bits)
-        and _has_mma(device)
-        and self_test(device).denormal
+        and _has_mma(pair.device)
+        and denormal
     )
 
 
-@lru_cache(maxsize=1024)
-def _launch_shape(
-    device: str, layout: Layout, batch: int, n_kv_heads: int, rows: int, dim: int, value_dim: int, mma: bool
-) -> tuple[int, int, int]:
+def _launch_shape(pair: _Pair, rows: int, mma: bool) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
-    per_item = _MMA_ROWS if mma else _rows_per_simdgroup(rows, dim, value_dim, device)
+    device, layout = pair.device, pair.layout
+    per_item = _MMA_ROWS if mma else _rows_per_simdgroup(rows, pair.dim, pair.value_dim, device)
     tiles = -(-rows // per_item)
-    tokens = zip(layout.packed, layout.first, layout.recent, strict=True)
-    blocks = max(-(-p // ROW_BLOCK) + -(-(f + r) // ROW_BLOCK) for p, f, r in tokens)
-    items = tiles * n_kv_heads * batch
-    if mma:  # the simdgroups of a threadgroup share a split
-        return per_item, tiles, max(1, min(_MMA_THREADGROUPS // items, _MAX_SPLITS, -(-blocks // NSG)))
-    return per_item, tiles, max(1, min(-(-_WANTED_ITEMS[device] // items), _MAX_SPLITS, -(-blocks // 2)))
+    items = tiles * pair.n_kv_heads * len(layout.pad)
+    packed = -(-max(layout.packed) // ROW_BLOCK)
+    exact = -(-max(map(add, layout.first, layout.recent)) // ROW_BLOCK)
+    if mma:  # the simdgroups of a threadgroup share a split; no more of them than have packed blocks or an exact one
+        most = max(1, min(_MMA_THREADGROUPS // items, _MAX_SPLITS))
+        share = -(-packed // (most * NSG)) or 1
+        return per_item, tiles, max(1, min(most, -(-(-(-packed // share) + exact) // NSG)))
+    return per_item, tiles, max(1, min(-(-_WANTED_ITEMS[device] // items), _MAX_SPLITS, -(-(packed + exact) // 2)))
 
 
 def by_query_rows(attend, q: mx.array, mask, most: int) -> mx.array:
@@ -467,8 +495,6 @@ def by_query_rows(attend, q: mx.array, mask, most: int) -> mx.array:
 
 def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap) -> mx.array:
     """Attention by the kernels, see `attention.attention`; `reason` must be None for these widths."""
-    keys, values = _whole_blocks(keys), _whole_blocks(values)
-    _check_launch(keys, values)
     if _decodes_first(q, keys, values, mask, sinks, softcap):
         return _attend_decoded(q, keys, values, scale, mask)
     columns = keys.layout.length
@@ -491,7 +517,7 @@ def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap
         and not any(keys.layout.pad)
         and keys.dim == values.dim
         and keys.dim in _DENSE_DIMS
-        and _one_short_dtype(q, keys, values)
+        and _one_short_dtype(q.dtype, keys.dtype, values.dtype)
     )
 
 
@@ -504,7 +530,7 @@ def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array 
         array = array[batch_row : batch_row + 1, heads]
         return array if after is None else mx.depends(array, after)
 
-    layout = Layout(*((field[batch_row],) for field in astuple(rows.layout)))
+    layout = Layout(*((field[batch_row],) for field in rows.layout))
     regions = None if rows.regions is None else Regions(*map(cut, rows.regions))
     return replace(rows, regions=regions, exact=cut(rows.exact), layout=layout, n_kv_heads=heads.stop - heads.start)
 
@@ -529,17 +555,10 @@ def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask)
 
 def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
     """Attention of some query rows; a causal mask lets the last of them see `last` columns."""
-    device, format, layout = backend(), keys.format, keys.layout
-    batch, n_heads, length, dim = q.shape
-    value_dim, n_kv, dtype = values.dim, keys.n_kv_heads, q.dtype
-    groups = n_heads // n_kv
-    rows = groups * length
-    mma = _takes_mma(device, q, keys, values)
-    per_item, tiles, splits = _launch_shape(device, layout, batch, n_kv, rows, dim, value_dim, mma)
-
+    pair, rows = _inputs(keys, values)
     kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
     if isinstance(mask, str):
-        kind = 1 if length > 1 or last < layout.length else 0
+        kind = 1 if q.shape[2] > 1 or last < pair.layout.length else 0
     elif mask is not None:
         kind = 2 if mask.dtype == mx.bool_ else 3
         shape = mask.shape
@@ -547,68 +566,82 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         if max(strides) >= 1 << 31:
             raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
         mask_array = _padded(mask)
-    capacities = _capacities(keys)
-    params = _params(
-        layout,
-        *(groups, length, last if kind == 1 else layout.length, *capacities[:2], splits, tiles, capacities[2]),
-        *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
+    name, first, second, k_mix, v_mix, params, consts = _attend_launches(
+        *(pair, self_test(pair.device).denormal, q.shape, q.dtype, kind, strides, last if kind == 1 else None),
+        *(float(scale), softcap, sinks is not None),
     )
-    consts = _consts(format, dim, value_dim, (dtype, dtype), float(scale), softcap)
-    v_codes, v_plane, _, v_scale, _, _, v_exact = _row_inputs(values)
-    partial, softmax = _launch(
-        "attend_mma" if mma else "attend",
-        [
-            *(q, *_row_inputs(keys), v_codes, v_plane, v_scale, v_exact),
-            *(mask_array, *keys.signs, mix_rows(dim), params, consts),
-        ],
-        _shape_template(
-            *(format, dim, value_dim),
-            T=dtype,
-            MASK=kind,
-            SOFTCAP=softcap is not None,
-            DENORMAL=self_test(device).denormal,
-            R=per_item,
-        ),
+    partial, softmax = _launch(name, [q, *rows, mask_array, *keys.signs, k_mix, params, consts], *first)
+    logits = _nothing() if sinks is None else _padded(sinks)
+    return _launch("merge", [partial, softmax, logits, values.signs[0], v_mix, params, consts], *second)[0]
+
+
+@_prepared_once
+def _attend_launches(pair: _Pair, denormal: bool, shape, dtype, kind: int, strides, last, scale, softcap, sinks: bool):
+    """Name and launch of the attention, launch of the merge, and their small inputs."""
+    batch, n_heads, length, dim = shape
+    n_kv, value_dim, layout, device = pair.n_kv_heads, pair.value_dim, pair.layout, pair.device
+    groups = n_heads // n_kv
+    rows = groups * length
+    packed, exact, pages = pair.capacities
+    mma = _takes_mma(pair, dtype, denormal)
+    name = "attend_mma" if mma else "attend"
+    per_item, tiles, splits = _launch_shape(pair, rows, mma)
+    options = {"T": dtype, "MASK": kind, "SOFTCAP": softcap is not None, "DENORMAL": denormal, "R": per_item}
+    first = (
+        _shape_template(pair.format, dim, value_dim, **options),
         [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
         [mx.float32, mx.float32],
-        (tiles * splits * (NSG if mma else 1), n_kv, batch),
+        _grid(name, device, tiles * splits * (NSG if mma else 1), n_kv, batch),
+        device,
     )
-    return _launch(
-        "merge",
-        [
-            *(partial, softmax, _nothing() if sinks is None else _padded(sinks)),
-            *(values.signs[0], mix_rows(value_dim), params, consts),
-        ],
-        _template(T=dtype, DV=value_dim, SINKS=sinks is not None, NSG=NSG),
+    second = (
+        [("T", dtype), ("DV", value_dim), ("SINKS", sinks), ("NSG", NSG)],
         [(batch, n_heads, length, value_dim)],
         [dtype],
-        (batch * n_heads * length * NSG, 1, 1),
-    )[0]
+        _grid("merge", device, batch * n_heads * length * NSG, 1, 1),
+        device,
+    )
+    columns = layout.length if last is None else last
+    params = _params(
+        *(layout, groups, length, columns, packed, exact, splits, tiles, pages),
+        *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
+    )
+    consts = _consts(pair.format, dim, value_dim, (dtype, dtype), scale, softcap)
+    return name, first, second, mix_rows(dim), mix_rows(value_dim), params, consts
 
 
-def _pair_params(keys: mx.array, pages: int) -> mx.array:
-    batch, heads, length, _ = keys.shape
-    return _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
-
-
-def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> tuple[mx.array, mx.array]:
+def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> list[mx.array]:
     """`rotation.rotate` of new keys and values `(B, n_kv_heads, L, D)`, in one launch."""
     if not keys.size:
-        return keys, values
-    dim, value_dim = keys.shape[3], values.shape[3]
-    k_signs, v_signs = (layer_signs(format.seed, layer_index, d)[0] for d in (dim, value_dim))
-    out = _launch(
-        "rotate",
-        [
-            *(keys, values, k_signs, mix_rows(dim), v_signs, mix_rows(value_dim)),
-            *(_pair_params(keys, 0), _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None)),
-        ],
-        _template(KT=keys.dtype, VT=values.dtype, D=dim, DV=value_dim, NSG=NSG),
-        [keys.shape, values.shape],
-        [keys.dtype, values.dtype],
-        (prod(keys.shape[:3]), 2, 1),
+        return [keys, values]
+    shape, value_shape = keys.shape, values.shape
+    launch, k_mix, v_mix, params, consts = _rotate_launch(
+        backend(), format, shape, value_shape, keys.dtype, values.dtype
     )
-    return tuple(out)
+    k_signs, _ = layer_signs(format.seed, layer_index, shape[3])
+    v_signs, _ = layer_signs(format.seed, layer_index, value_shape[3])
+    return _launch("rotate", [keys, values, k_signs, k_mix, v_signs, v_mix, params, consts], *launch)
+
+
+@_prepared_once
+def _rotate_launch(device: str, format: TQFormat, shape, value_shape, dtype, value_dtype):
+    """The launch and its small inputs."""
+    dim, value_dim = shape[3], value_shape[3]
+    launch = (
+        [("KT", dtype), ("VT", value_dtype), ("D", dim), ("DV", value_dim), ("NSG", NSG)],
+        [shape, value_shape],
+        [dtype, value_dtype],
+        _grid("rotate", device, prod(shape[:3]), 2, 1),
+        device,
+    )
+    consts = _consts(format, dim, value_dim, (dtype, value_dtype), 1.0, None)
+    return launch, mix_rows(dim), mix_rows(value_dim), _new_row_params(shape, 0), consts
+
+
+@_prepared_once
+def _new_row_params(shape: tuple[int, ...], pages: int) -> mx.array:
+    batch, heads, length, _ = shape
+    return _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
 
 
 def encode(
@@ -623,7 +656,7 @@ def encode(
     if not rotated and RAW_BITS in (format.key_bits, format.value_bits):
         keys, values = rotate_pair(keys, values, format, layer_index)  # those rows are stored as they are rotated
         rotated = True
-    dim, value_dim = keys.shape[3], values.shape[3]
+    device, dim, value_dim = backend(), keys.shape[3], values.shape[3]
     k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
     rows, scale = keys.shape[:3], getattr(mx, format.scale_dtype)
     k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
@@ -635,13 +668,15 @@ def encode(
         [
             *(keys, values, _nothing() if mean is None else mean, *k_signs, mix_rows(dim)),
             *(v_signs[0], mix_rows(value_dim), code_table(format, "keys", dim)),
-            *(code_table(format, "values", value_dim), _pair_params(keys, 0 if mean is None else mean.shape[2])),
+            code_table(format, "values", value_dim),
+            _new_row_params(keys.shape, 0 if mean is None else mean.shape[2]),
             _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None),
         ],
         _shape_template(format, dim, value_dim, T=keys.dtype, NORM=format.norm_correction, ROTATE=not rotated),
         shapes,
         [mx.uint32, scale] * 2,
-        (prod(rows), 2, 1),
+        _grid("encode", device, prod(rows), 2, 1),
+        device,
     )
     return (
         _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
@@ -673,30 +708,33 @@ def _split_words(parts: dict[str, int], packed: mx.array, scales: mx.array, mean
 
 
 def decode_fits(keys: PackedRows) -> bool:
-    """Whether `decode` can decode so many rows in one launch."""
-    return (prod(keys.shape[:3]) + NSG) * 32 < 1 << 31
+    """Whether `decode` can decode so many rows, at least one, in one launch."""
+    return 0 < len(keys.layout.pad) * keys.n_kv_heads * keys.layout.length < (1 << 26) - NSG
 
 
-def decode(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
+def decode(keys: PackedRows, values: PackedRows) -> list[mx.array]:
     """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch."""
-    keys, values = _whole_blocks(keys), _whole_blocks(values)
-    _check_launch(keys, values)
-    batch, heads, columns, dim = keys.shape
-    packed, exact, pages = _capacities(keys)
-    v_codes, v_plane, _, v_scale, _, _, v_exact = _row_inputs(values)
-    out = _launch(
-        "decode",
-        [
-            *(*_row_inputs(keys), v_codes, v_plane, v_scale, v_exact, *keys.signs, mix_rows(dim)),
-            *(values.signs[0], mix_rows(values.dim)),
-            _params(
-                keys.layout, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0
-            ),
-            _consts(keys.format, dim, values.dim, (keys.dtype, values.dtype), 1.0, None),
-        ],
-        _shape_template(keys.format, dim, values.dim, KT=keys.dtype, VT=values.dtype),
-        [keys.shape, values.shape],
-        [keys.dtype, values.dtype],
-        (batch * heads * columns, 2, 1),
+    pair, rows = _inputs(keys, values)
+    launch, k_mix, v_mix, params, consts = _decode_launch(pair)
+    inputs = [*rows, *keys.signs, k_mix, values.signs[0], v_mix, params, consts]
+    return _launch("decode", inputs, *launch)
+
+
+@_prepared_once
+def _decode_launch(pair: _Pair):
+    """The launch and its small inputs."""
+    format, layout, dim, value_dim = pair.format, pair.layout, pair.dim, pair.value_dim
+    batch, heads, columns = len(layout.pad), pair.n_kv_heads, layout.length
+    dtypes = (pair.dtype, pair.value_dtype)
+    packed, exact, pages = pair.capacities
+    launch = (
+        _shape_template(format, dim, value_dim, KT=pair.dtype, VT=pair.value_dtype),
+        [(batch, heads, columns, dim), (batch, heads, columns, value_dim)],
+        list(dtypes),
+        _grid("decode", pair.device, batch * heads * columns, 2, 1),
+        pair.device,
     )
-    return tuple(out)
+    params = _params(
+        *(layout, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
+    )
+    return launch, mix_rows(dim), mix_rows(value_dim), params, _consts(format, dim, value_dim, dtypes, 1.0, None)

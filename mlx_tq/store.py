@@ -39,7 +39,7 @@ def write_rows(array: mx.array, starts: Sequence[int], new: mx.array, rows: Sequ
     if rows is None and len(set(starts)) > 1:
         index = mx.array(np.array(starts, np.int32)[:, None, None] + np.arange(count, dtype=np.int32))
         return mx.put_along_axis(array, index.reshape(index.shape + (1,) * (array.ndim - 3)), new, axis=2)
-    out = mx.array(array)
+    out = array.__copy__()  # mx.array(array) would be one more node of the graph
     if rows is None:
         out[:, :, starts[0] : starts[0] + count] = new
     else:
@@ -101,6 +101,8 @@ class Store:
         self.n_kv_heads = self.dim = self.dtype_name = None
         self.regions: Regions | None = None
         self.exact: mx.array | None = None
+        # Exact rows that a batch row without right padding has at most; while there are fewer, none is packed.
+        self.exact_capacity = format.sinks + (format.window + format.page if format.paged else 0)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -115,17 +117,6 @@ class Store:
     def described(self) -> tuple[int | None, int | None, str | None]:
         """Heads, width and dtype, as `state` has them."""
         return self.n_kv_heads, self.dim, self.dtype_name
-
-    @property
-    def exact_capacity(self) -> int:
-        """Exact rows that a batch row without right padding has at most."""
-        format = self.format
-        return format.sinks + (format.window + format.page if format.paged else 0)
-
-    @property
-    def exact_room(self) -> int:
-        """Exact rows there is room for."""
-        return self.exact_capacity if self.exact is None else self.exact.shape[2]
 
     @property
     def signs(self) -> tuple[mx.array, mx.array]:
@@ -232,8 +223,8 @@ class Store:
         return out
 
     def snapshot(self, exact: mx.array | None, layout: Layout, fused: str) -> PackedRows:
-        common = (self.format, self.dim, self.layer_index, self.dtype)
-        return PackedRows(self.kind, *common, self.regions, exact, layout, self.n_kv_heads, fused)
+        common = (self.kind, self.format, self.dim, self.layer_index, self.dtype)
+        return PackedRows(*common, self.regions, exact, layout, self.n_kv_heads, fused)
 
     def arrays(self) -> list[mx.array]:
         held = [a for a in (self.regions or ()) if a is not None]
@@ -285,24 +276,25 @@ class StoredCache:
                 store.describe(x)
 
     def _append(
-        self, keys: mx.array, values: mx.array, tokens: list[int], packed: list[int], new: list[int], dropped: list[int]
+        self, keys: mx.array, values: mx.array, held: list[int], packed: list[int], new: list[int], dropped: list[int]
     ) -> tuple[list[mx.array | None], list[int]]:
-        """Stores the last new[i] of L rows `(B, H, L, D)` behind tokens[i] held ones, packed[i] of them packed.
+        """Stores the last new[i] of L rows `(B, H, L, D)` behind packed[i] packed and held[i] exact ones.
 
         The last dropped[i] of all these are right padding and never leave the exact rows. Returns the exact rows that
         this call's attention sees, and how many tokens of each row were packed.
         """
-        length, stores, paged = keys.shape[2], self._stores, self.format.paged
-        held = [t - p for t, p in zip(tokens, packed, strict=True)]
+        length, stores = keys.shape[2], self._stores
+        if min(new) == length and max(held) + length < self._keys.exact_capacity:
+            for store, rows in zip(stores, self._rotate(keys, values), strict=True):
+                store.put_exact(rows, held)
+            return [store.exact for store in stores], [0] * len(held)
+        paged = self.format.paged
         total = [h + n for h, n in zip(held, new, strict=True)]
         first = [min(self.format.sinks, p + t) for p, t in zip(packed, total, strict=True)]
         recent = [t - f for t, f in zip(total, first, strict=True)]
         leaving = [self._leaving(r - d) for r, d in zip(recent, dropped, strict=True)]
         if not paged and length and {*new, *recent, *leaving} == {length}:
             self._pack(keys, values, packed, None, rotated=False)  # the exact rows stay as they are
-        elif not any(leaving) and min(new) == length and max(total) <= self._keys.exact_room:
-            for store, rows in zip(stores, self._rotate(keys, values), strict=True):
-                store.put_exact(rows, held)
         else:
             exacts = self._rotate(keys, values)
             most = max(held)
@@ -337,9 +329,9 @@ class StoredCache:
         dtypes = self._keys.dtype_name == self._values.dtype_name
         return self.fused != "never" and dtypes and kernels.reason(self._keys.dim, self._values.dim) is None
 
-    def _rotate(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+    def _rotate(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
         if self._kernels_run():
-            return list(kernels.rotate_pair(keys, values, self.format, self.layer_index))
+            return kernels.rotate_pair(keys, values, self.format, self.layer_index)
         return [rotate(x, store.signs[0]) for store, x in ((self._keys, keys), (self._values, values))]
 
     def _pack(self, keys: mx.array, values: mx.array, starts: list[int], rows: list[int] | None, *, rotated: bool):
@@ -363,25 +355,28 @@ class StoredCache:
     def _check(self, keys: mx.array, values: mx.array) -> None:
         check_rows("keys", keys)
         check_rows("values", values)
-        if keys.shape[:3] != values.shape[:3]:
-            raise ValueError(f"keys and values must agree in (B, n_kv_heads, L), got {keys.shape} and {values.shape}")
-        why = kernels.reason(keys.shape[3], values.shape[3]) if self.fused == "require" else None
+        shape, value_shape = keys.shape, values.shape
+        if shape[:3] != value_shape[:3]:
+            raise ValueError(f"keys and values must agree in (B, n_kv_heads, L), got {shape} and {value_shape}")
+        why = kernels.reason(shape[3], value_shape[3]) if self.fused == "require" else None
         if why is not None:
             raise ValueError(f'fused="require", but {why}')
         if self.empty():
-            if self._batch not in (0, keys.shape[0]):
-                raise ValueError(f"keys must have {self._batch} batch rows like the cache, got {keys.shape}")
+            if self._batch not in (0, shape[0]):
+                raise ValueError(f"keys must have {self._batch} batch rows like the cache, got {shape}")
             return
-        for name, x, store in (("keys", keys, self._keys), ("values", values, self._values)):
-            want = (self._batch, store.n_kv_heads, x.shape[2], store.dim)
+        for x, store in ((keys, self._keys), (values, self._values)):
+            want = (self._batch, store.n_kv_heads, shape[2], store.dim)
             if x.shape != want or x.dtype != store.dtype:
-                raise ValueError(f"{name} must be {store.dtype} {want} like the rows held, got {x.dtype} {x.shape}")
+                raise ValueError(
+                    f"{store.kind} must be {store.dtype} {want} like the rows held, got {x.dtype} {x.shape}"
+                )
 
     # -------------------------------------------------------------- tokens held
 
     def _views(self, exacts: Sequence[mx.array | None], layout: Layout) -> tuple[TQView, TQView]:
-        pairs = zip(self._stores, exacts, strict=True)
-        return views(*(store.snapshot(exact, layout, self.fused) for store, exact in pairs))
+        keys, values = self._stores
+        return views(keys.snapshot(exacts[0], layout, self.fused), values.snapshot(exacts[1], layout, self.fused))
 
     @property
     def rows(self) -> tuple[PackedRows, PackedRows]:

@@ -7,7 +7,6 @@ MLX's own function.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import replace
 
 import mlx.core as mx
@@ -46,13 +45,13 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
-    fused = keys.fused != "never" and keys.layout.length and kernels.reason(keys.dim, values.dim) is None
     # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
-    fused = fused and kernels.decode_fits(keys) and values.format.value_bits != RAW_BITS
-    dense = kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
-    out = tuple(TQView(array) for array in dense)
-    out[0].rows, out[1].rows = keys, values
-    return out
+    fused = keys.fused != "never" and values.format.value_bits != RAW_BITS and kernels.decode_fits(keys)
+    fused = fused and kernels.reason(keys.dim, values.dim) is None
+    k, v = kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
+    k, v = TQView(k), TQView(v)
+    k.rows, v.rows = keys, values
+    return k, v
 
 
 def install_hook() -> None:
@@ -86,9 +85,11 @@ def hook_installed() -> bool:
 
 def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **other):
     keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)
-    if other or (keys.kind, values.kind) != ("keys", "values") or keys.layout != values.layout:
+    if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:
         return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
-    with nullcontext() if stream is None else mx.stream(stream):
+    if stream is None:
+        return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+    with mx.stream(stream):
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

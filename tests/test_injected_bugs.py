@@ -109,16 +109,18 @@ BUGS = {
     "sums are read before they are written": ("attend_mma.metal", BLOCK, "", 3),
     "room for the sums only": ("attend_mma.metal", "ROTATED + FRAGMENTS > SUMS ? ROTATED + FRAGMENTS : SUMS", "SUMS / 4", 0),
     "unit of another row": ("attend_mma.metal", "row_unit[2 * t + i]", "row_unit[g]", 0),
-    "keys of the same block again": ("attend_mma.metal", "k_planes, next", "k_planes, start", 0),
-    "values of the same block again": ("attend_mma.metal", "v_planes, next", "v_planes, start", 0),
-    "mean of the first page only": ("attend_mma.metal", "block == begin || start % PAGE == 0", "block == begin", 0),
+    "keys of the same block again": ("attend_mma.metal", "k_rows + next", "k_rows + start", 0),
+    "values of the same block again": ("attend_mma.metal", "v_rows + next", "v_rows + start", 0),
+    "mean of the first page only": ("attend_mma.metal", "mean_scores[at * 8", "mean_scores[0 * 8", 0),
     "accumulators keep the old unit": ("mma.h", "acc[n] *= smaller;", "", 0),
-    "the unit keeps the old maximum": ("mma.h", "unit[i] *= shrink[i];", "", 0),
+    "the unit keeps the old maximum": ("mma.h", "gain[i] * exp2(raised - top[i])", "gain[i]", 0),
     "accumulators keep the old maximum": ("mma.h", "acc[i] *= shrink[i % 2];", "", 0),
-    "weights are not transposed": ("attend_mma.metal", "transpose_8x8(pair_of<float16_t>(w[0], w[1]))", "pair_of<float16_t>(w[0], w[1])", 0),
+    "weights are not transposed": ("attend_mma.metal", "transpose_8x8(pair_of<float16_t>", "(pair_of<float16_t>", 0),
     "third bit one place off": ("mma.h", "to = place + 2", "to = place + 1", 0),
-    "halves of words swapped": ("mma.h", "upper ? a >> 16", "!upper ? a >> 16", 0),
-    "offset of the values is forgotten": ("attend_mma.metal", "-weight_sum[i % 2] * code_offset<VB, false>()", "0.0f", 0),
+    "halves of words swapped": ("mma.h", "upper ? 0x7632", "!upper ? 0x7632", 0),
+    "offset of the values is forgotten": ("attend_mma.metal", "-acc[4 * TILES + i % 2] * code_offset<VB, false>()", "0.0f", 0),
+    "values keep the fields below them": ("attend_mma.metal", "acc[i] - acc[i >= 2 ? i - 2 : 0]", "acc[i]", 0),
+    "keys keep the fields below them": ("attend_mma.metal", "alone ? 0.0f : y[1] * next", "0.0f", 0),
     "exact keys past the live ones": ("attend_mma.metal", "min(token + 8, n_exact - 1)", "(token + 200)", 0),
     "rows past the last are written too": ("attend_mma.metal", "if (first_row + column < rows) partial", "partial", 0),
     "denominator of some tokens": ("attend_mma.metal", "denominator[0] = over_tokens_sum(denominator[0]);", "", 0),
@@ -270,9 +272,9 @@ def few_splits(monkeypatch):
     monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 1)
     monkeypatch.setattr(kernels, "_DENSE_ROWS", 1 << 30)
     monkeypatch.setattr(kernels, "_has_mma", lambda device: True)
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
     yield
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
 
 
 @pytest.mark.parametrize("file", ("encode.metal", "attend.metal", "attend_mma.metal", "decode.metal"))

@@ -117,18 +117,18 @@ def check(q, keys, values, bound=TIGHT, **options):
 @pytest.mark.parametrize("length", (1, 3))
 def test_any_number_of_splits(fused_kernels, monkeypatch, wanted, length):
     monkeypatch.setattr(kernels, "_WANTED_ITEMS", dict.fromkeys(kernels._WANTED_ITEMS, wanted))
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
     check(normal(1, 3, 4, length, 64), *ragged(TQFormat(centered_keys=True, page=32)), mask="causal")
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
 
 
 @pytest.mark.parametrize("rows", (1, 2, 4))
 @pytest.mark.parametrize("format", (TQFormat(3, 2, page=32), TQFormat.preset("tq3", page=32)))
 def test_any_number_of_rows_to_a_simdgroup(fused_kernels, monkeypatch, format, rows):
     monkeypatch.setattr(kernels, "_rows_per_simdgroup", lambda *_: rows)
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
     check(normal(1, 3, 6, 2, 64), *ragged(format), mask="causal")
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
 
 
 @pytest.mark.parametrize("format", (TQFormat(page=32), TQFormat(3, 3, page=32), TQFormat.preset("tq3", page=32)))
@@ -284,7 +284,7 @@ def test_self_test_that_fails_warns_once_and_leaves_ops(fused_kernels, monkeypat
 def test_arrays_that_do_not_fit_are_refused(fused_kernels, damage):
     keys, values = ragged(TQFormat(centered_keys=True, page=32))
     if damage == "layout":
-        layout = replace(keys.layout, packed=(160, 128, 96))
+        layout = keys.layout._replace(packed=(160, 128, 96))
         keys, values = replace(keys, layout=layout), replace(values, layout=layout)
     elif damage == "means":
         keys = replace(keys, regions=keys.regions._replace(mean=keys.regions.mean[:, :, :1]))
@@ -294,6 +294,15 @@ def test_arrays_that_do_not_fit_are_refused(fused_kernels, damage):
         keys = replace(keys, regions=keys.regions._replace(scale=keys.regions.scale[:, :1]))
     with pytest.raises(ValueError, match="must"):
         fused(normal(1, 3, 4, 1, 64), keys, values, scale=1.0)
+
+
+def test_keys_are_used_with_several_values(fused_kernels):
+    """What keys remember of a launch is good for the same values only."""
+    keys, values = ragged(TQFormat(page=32))
+    others = replace(values, exact=values.exact * 2)
+    q = normal(1, 3, 4, 1, 64)
+    for pair in ((keys, values), (keys, others), (keys, values)):
+        check(q, *pair)
 
 
 def test_poisoned_spare_rows_of_a_cache(fused_kernels):

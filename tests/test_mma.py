@@ -41,10 +41,10 @@ def mma(fused_kernels, monkeypatch):
         return launch(name, *rest)
 
     monkeypatch.setattr(kernels, "_launch", recorded)
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
     with msl.options(threadgroup_limit=48 << 10):  # NVIDIA's, larger than Metal's
         yield
-    kernels._launch_shape.cache_clear()
+    kernels._attend_launches.cache_clear()
     assert "attend_mma" in launched
 
 
@@ -136,6 +136,12 @@ def test_any_number_of_splits(monkeypatch, wanted):
     check(q, *rows(FORMATS["default"], layout, 64, 64, mx.float16), mask="causal")
 
 
+def test_more_pages_than_are_scored_at_a_time(monkeypatch):
+    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 1)
+    layout = Layout.uniform(1, 0, 18 * 4 * 32, 0)
+    check(normal(1, 1, 4, 1, 64, dtype=mx.float16), *rows(FORMATS["default"], layout, 64, 64, mx.float16, n_kv=1))
+
+
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
 @pytest.mark.parametrize("spread", (1e-4, 1.0, 30.0, 1000.0))
 def test_scores_of_any_range(spread, dtype):
@@ -203,7 +209,7 @@ def test_schedules_of_threads(seed):
 def test_the_self_test_runs_it(monkeypatch, broken):
     if broken:
         text = kernels.text
-        wrong = lambda name: text(name).replace("factor = field_scale", "factor = 1.1f * field_scale")  # noqa: E731
+        wrong = lambda name: text(name).replace("factor = 1.0f / (1 << place)", "factor = 1.1f / (1 << place)")  # noqa: E731
         monkeypatch.setattr(kernels, "text", wrong)
         kernels._kernel.cache_clear()
     monkeypatch.setattr(kernels, "_tests", {})

@@ -71,7 +71,7 @@ def launch(case: Case) -> Launch:
     """The launch that mlx_tq makes for `case`, taken from its own host code; nothing runs."""
     made = {}
 
-    def record(name, inputs, template, shapes, dtypes, grid):
+    def record(name, inputs, template, shapes, dtypes, grid, device):
         made[name] = Launch(dict(template), tuple(x.dtype for x in inputs), tuple(dtypes))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 

@@ -233,7 +233,7 @@ MSL_RT void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_mat
 
 // ---------------------------------------------------------------- tiles of 16 x 16, 16 x 8 and 8 x 8
 
-// Not Metal's: NVIDIA's mma.m16n8k16 and movmatrix, which kernels/cuda.h gives these names.
+// Not Metal's: NVIDIA's mma.m16n8k16, prmt and movmatrix, which kernels/cuda.h gives these names.
 template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint* a, thread const uint* b, MSL_LINE) {
   struct Words {
     uint word[6];
@@ -246,6 +246,11 @@ template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint
   for (uint i = 0; i < 4; ++i)
     for (uint k = 0; k < 16; ++k)
       c[i] += number(g, i / 2 + k / 8 * 2, k) * number(2 * t + i % 2, 4 + k / 8, k);
+}
+inline uint pick_bytes(uint a, uint b, uint which) {
+  uint y = 0;
+  for (uint i = 0; i < 4; ++i) y |= uint((ulong(b) << 32 | a) >> (which >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return y;
 }
 MSL_RT uint transpose_8x8(uint x, MSL_LINE) {
   auto all = _msl::exchange(x, "transpose_8x8", _line);
