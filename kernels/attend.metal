@@ -4,6 +4,7 @@
 // lane the score of one key, for the softmax; values are read as keys are. A decoded row serves all R query rows.
 
 constexpr int C = chunk(D), LK = lanes(D), CV = chunk(DV), LV = lanes(DV);
+constexpr int LAZY = 4, RENEW = 8;  // scores may exceed the maximum by so much; blocks after which sums are renewed
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
 
@@ -31,17 +32,18 @@ for (int r = 0; r < R; ++r) {
 }
 const int kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
 const int k_chunk = min(kl, D / C - 1), v_chunk = min(vl, DV / CV - 1);
+const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
 float q[R * C], start_sum[QJL ? 2 * R : R];
 #pragma unroll
 for (int r = 0; r < R; ++r) {
   float sum = 0.0f;
 #pragma unroll
   for (int e = 0; e < C; ++e) {
-    const float x = kl * C < D ? rotated[r * D + k_chunk * C + e] : 0.0f;
+    const float y = rotated[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
     sum += x;
     q[r * C + e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
   }
-  start_sum[r] = -sum * code_offset<KB, LLOYD>();  // makes the codes symmetric
+  start_sum[r] = -sum * k_code.offset;  // makes the codes symmetric
 }
 float q_jl[QJL ? R * C : 1];
 if (QJL) {
@@ -55,7 +57,7 @@ if (QJL) {
     float sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < C; ++e) {
-      const float x = kl * C < D ? rotated[r * D + k_chunk * C + e] : 0.0f;
+      const float y = rotated[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
       sum += x;
       q_jl[QJL ? r * C + e : 0] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
     }
@@ -75,27 +77,29 @@ const auto k_sketches = k_jl + (QJL ? at_packed * row_words(D, 1) : 0);
 const auto k_scales = k_scale + at_packed;
 const auto k_residuals = k_residual + at_packed;
 const auto v_scales = v_scale + at_packed;
-const auto k_kept = k_exact + at_exact * D;
-const auto v_kept = v_exact + at_exact * DV;
-const auto k_means = k_mean + slot * mean_pages * D;
 
-const int packed_blocks = (n_packed + 31) / 32, blocks = packed_blocks + (n_exact + 31) / 32;
-const int share = (blocks + splits - 1) / splits;
-const int begin = split * share, end = min(begin + share, blocks);
+// Packed blocks are dealt out from the first split on, exact ones, which take longer, from the last.
+const int packed_blocks = (n_packed + 31) / 32, exact_blocks = (n_exact + 31) / 32;
+const int share = (packed_blocks + splits - 1) / splits, exact_share = (exact_blocks + splits - 1) / splits;
+const int begin = split * share, coded_end = max(begin, min(begin + share, packed_blocks));
+const int exact_begin = (splits - 1 - split) * exact_share, exact_end = min(exact_begin + exact_share, exact_blocks);
+const int end = coded_end + max(0, exact_end - exact_begin);
 const int last_seen = columns - L + min(first_row + R - 1, rows - 1) / G;
 
-float acc[R * CV], top[R], denominator[R], mean_score[R];
+// Weights are multiples of exp2(score - top). `excess` is this lane's part of what the offset of the codes adds to the
+// accumulators.
+float acc[R * CV], top[R], denominator[R], excess[R], mean_score[R];
 #pragma unroll
 for (int r = 0; r < R; ++r) {
   top[r] = LOWEST;
-  denominator[r] = mean_score[r] = 0.0f;
+  denominator[r] = excess[r] = mean_score[r] = 0.0f;
 #pragma unroll
   for (int e = 0; e < CV; ++e) acc[r * CV + e] = 0.0f;
 }
 
 for (int block = begin; block < end; ++block) {
-  const bool coded = block < packed_blocks;
-  const int start = (coded ? block : block - packed_blocks) * 32, live = coded ? n_packed : n_exact;
+  const bool coded = block < coded_end;
+  const int start = (coded ? block : exact_begin + block - coded_end) * 32, live = coded ? n_packed : n_exact;
   const int token = start + int(lane);
   const int column = pad + (coded ? first + token : token < first ? token : n_packed + token);
   if (MASK == 1 && pad + (coded ? first + start : start < first ? start : n_packed + start) > last_seen) continue;
@@ -106,16 +110,20 @@ for (int block = begin; block < end; ++block) {
     const uint at = start + kg * LK;
     float sums[QJL ? 2 * R : R];
     key_sums<D, KB, LLOYD, QJL, DENORMAL, R, 1, 0>(
-        k_rows + at * row_size(D, KB), k_planes + at * row_words(D, 1), k_sketches + at * row_words(D, 1), levels,
-        k_chunk, kl, q, q_jl, start_sum, sums);
+        k_rows, at * (D / C) + k_chunk, k_planes, k_sketches, at * bit_places(D) + k_chunk, levels, k_code.ratio, kl, q,
+        q_jl, start_sum, sums);
     const float scale = KB == RAW ? 1.0f : float(k_scales[token]);
     const float residual = QJL ? float(k_residuals[token]) : 0.0f;
 #pragma unroll
-    for (int r = 0; r < R; ++r) score[r] = scale * (QJL ? sums[r] + residual * sums[QJL ? R + r : 0] : sums[r]);
+    for (int r = 0; r < R; ++r) {
+      const float sum = sums[r] * k_code.step;
+      score[r] = scale * (QJL ? sum + residual * sums[QJL ? R + r : 0] : sum);
+    }
   } else {
 #pragma unroll
     for (int r = 0; r < R; ++r) score[r] = 0.0f;
-    for (int i = 0; i < LK; ++i) {  // few rows: small code rather than fast
+    const auto k_kept = k_exact + at_exact * D;
+    for (int i = 0; i < min(LK, live - start); ++i) {  // few rows: small code rather than fast
       float x[C];
       load_exact<C, KB, LLOYD, DENORMAL>(k_kept + min(start + int(kg) * LK + i, live - 1) * D, k_chunk, x);
 #pragma unroll
@@ -128,7 +136,7 @@ for (int block = begin; block < end; ++block) {
   if (CENTERED && coded) {
     if (block == begin || start % PAGE == 0) {
       float x[C];
-      load_exact<C, KB, LLOYD, DENORMAL>(k_means + start / PAGE * D, k_chunk, x);
+      load_exact<C, KB, LLOYD, DENORMAL>(k_mean + (slot * mean_pages + start / PAGE) * D, k_chunk, x);
 #pragma unroll
       for (int r = 0; r < R; ++r) mean_score[r] = group_sum<LK>(dot<C>(q + r * C, x, 0.0f));
     }
@@ -136,36 +144,56 @@ for (int block = begin; block < end; ++block) {
     for (int r = 0; r < R; ++r) score[r] += mean_score[r];
   }
 
-  // Online softmax, one maximum for all 32 tokens.
+  // Online softmax, one maximum for all 32 tokens, raised only where a score is well above it. The excess is subtracted
+  // then, and every few blocks, so that the accumulators stay small.
   float weight[R];
-  const float value_scale = coded && VB != RAW ? float(v_scales[token]) : 1.0f;
+  bool seen[R], above = block % RENEW == 0;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const int row = min(first_row + r, rows - 1);
-    float s = score[r];
-    const bool seen = see<MASK, SOFTCAP>(
-        s, token < live, row, column, mask, batch, kv_head, params, consts[1]);
-    const float new_top = max(top[r], simd_max(seen && s > LOWEST ? s : LOWEST)), shrink = exp2(top[r] - new_top);
-    const float p = seen ? exp2(s - new_top) : 0.0f;
-    weight[r] = seen ? p * value_scale : 0.0f;
-    top[r] = new_top;
-    denominator[r] = fma(denominator[r], shrink, p);
-    // Subtracting the offset of the codes here, block by block, keeps the accumulator small.
-    float offset = 0.0f;
-    if (coded && code_offset<VB, LLOYD>() > 0.0f) offset = -group_sum<LV>(weight[r]) * code_offset<VB, LLOYD>();
+    seen[r] = see<MASK, SOFTCAP>(score[r], token < live, row, column, mask, batch, kv_head, params, consts[1]);
+    above = above || (seen[r] && score[r] > top[r] + LAZY);
+  }
+  const bool raise = simd_any(above);
+  float shrink[R];
+  if (raise) {
 #pragma unroll
-    for (int e = 0; e < CV; ++e)
-      acc[r * CV + e] = fma(acc[r * CV + e], shrink, offset / coordinate_scale<VB, LLOYD, DENORMAL>(e));
+    for (int r = 0; r < R; ++r) {
+      const float new_top = max(top[r], simd_max(seen[r] && score[r] > LOWEST ? score[r] : LOWEST));
+      shrink[r] = exp2(top[r] - new_top);
+      top[r] = new_top;
+      denominator[r] *= shrink[r];
+      excess[r] *= shrink[r];
+    }
+  }
+  const float value_scale = coded && VB != RAW ? float(v_scales[token]) * v_code.step : 1.0f;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const float s = score[r], p = seen[r] ? exp2(s - top[r]) : 0.0f;
+    weight[r] = seen[r] ? p * value_scale : 0.0f;
+    denominator[r] += p;
+    if (coded && VB != RAW) excess[r] = fma(weight[r], v_code.offset, excess[r]);
+  }
+  if (raise) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float offset = -group_sum<LV>(excess[r]);
+      excess[r] = 0.0f;
+#pragma unroll
+      for (int e = 0; e < CV; ++e)
+        acc[r * CV + e] = fma(acc[r * CV + e], shrink[r], offset / coordinate_scale<VB, LLOYD, DENORMAL>(e));
+    }
   }
 
   // Values. Rows that are not coded may hold anything past the live ones, so none of those is read.
   if (coded && VB != RAW) {
     const uint at = start + vg * LV;
     add_values<DV, VB, LLOYD, DENORMAL, R, 0>(
-        v_rows + at * row_size(DV, VB), v_planes + at * row_words(DV, 1), levels + 16, v_chunk, vg * LV, weight, acc);
+        v_rows, at * (DV / CV) + v_chunk, v_planes, at * bit_places(DV) + v_chunk, levels + 16, v_code.ratio, vg * LV,
+        weight, acc);
   } else {
-    const auto from = plain_rows(v_rows, v_kept, coded);
-    for (int i = 0; i < LV; ++i) {
+    const auto from = plain_rows(v_rows, v_exact + at_exact * DV, coded);
+    for (int i = 0; i < min(LV, live - start); ++i) {
       float x[CV];
       load_exact<CV, VB, LLOYD, DENORMAL>(from + min(start + int(vg) * LV + i, live - 1) * DV, v_chunk, x);
 #pragma unroll
@@ -181,15 +209,18 @@ for (int block = begin; block < end; ++block) {
 // Add up the lanes and write, still rotated.
 #pragma unroll
 for (int r = 0; r < R; ++r) {
-  const float total = simd_sum(denominator[r]);
+  const float total = simd_sum(denominator[r]), offset = group_sum<LV>(excess[r]);
   const int row = first_row + r;
   const size_t at = ((slot * rows + row) * splits + split);
 #pragma unroll
   for (int e = 0; e < CV; ++e) {
-    float x = acc[r * CV + e];
+    float x = fma(acc[r * CV + e], coordinate_scale<VB, LLOYD, DENORMAL>(e), -offset);
     for (int w = LV; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
-    x *= coordinate_scale<VB, LLOYD, DENORMAL>(e);
-    if (vg == 0 && vl * CV < DV && row < rows) partial[at * DV + vl * CV + e] = x;
+    acc[r * CV + e] = x;
+  }
+  if (vg == 0 && vl * CV < DV && row < rows) {
+#pragma unroll
+    for (int e = 0; e < CV; ++e) partial[at * DV + vl * CV + e] = acc[r * CV + e];
   }
   if (lane == 0 && row < rows) {
     softmax[at * 2] = top[r];

@@ -1,4 +1,4 @@
-// Goes behind tq.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16 and
+// Goes behind common.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16 and
 // transpose_8x8, which stand for instructions of NVIDIA GPUs.
 
 // What sums of products of field_pair must be multiplied by.

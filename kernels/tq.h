@@ -25,47 +25,67 @@ constexpr float field_scale(int k) {
 // What coordinate e of a chunk must be multiplied by after load_chunk. Queries and outputs carry the factor instead.
 template <int B, bool LLOYD, bool DENORMAL>
 constexpr float coordinate_scale(int e) {
-  return B == RAW || LLOYD ? 1.0f : field_scale<field_width(B), DENORMAL>(e % (16 / field_width(B)));
+  return B == RAW || (LLOYD && B != 2) ? 1.0f : field_scale<field_width(B), DENORMAL>(e % (16 / field_width(B)));
 }
 
-// What is to be subtracted from a code.
+// What load_chunk gives is in units of `step` and above zero by `offset`. Four symmetric levels are affine in the two
+// bits of the code: low + ratio * high.
+struct Affine {
+  float ratio, step, offset;
+};
+
 template <int B, bool LLOYD>
-constexpr float code_offset() {
-  return B == RAW || LLOYD ? 0.0f : ((1 << B) - 1) * 0.5f;
+TQ_FUNC Affine affine(threadgroup const float* levels) {
+  Affine code;
+  code.ratio = 0.0f;
+  code.step = 1.0f;
+  code.offset = code_offset<B, LLOYD>();
+  if (B == 2 && LLOYD) {
+    const float inner = levels[2], outer = levels[3];
+    code.step = outer - inner;
+    code.ratio = (outer + inner) / code.step;
+    code.offset = outer / code.step;
+  }
+  return code;
 }
 
-// The C bits of chunk `index` of a row of one-bit fields, spread so that fields<1> gives bits k and k + C / 2.
+// The C bits of place `index` in rows of one-bit fields, so that fields<1> gives bits k and k + C / 2 of them.
 template <int C>
-TQ_FUNC uint load_bits(device const uint* row, int index) {
-  if (C == 32) return row[index];
-  const uint bits = row[index / 2] >> (index % 2 * 16) & 0xFFFFu;
-  return (bits & 0xFFu) | (bits & 0xFF00u) << 8;
+TQ_FUNC uint load_bits(device const uint* rows, uint index) {
+  if (C == 32) return rows[index];
+  const uint bits = ((device const ushort*)rows)[index];
+  return bits | bits << 8;
 }
+
+// Such places in a row, the last of which may be idle.
+constexpr int bit_places(int d) { return row_words(d, 1) * 32 / chunk(d); }
 
 // Chunk `index` of an uncoded row.
 template <int C, int B, bool LLOYD, bool DENORMAL, typename T>
-TQ_FUNC void load_exact(device const T* row, int index, thread float* x) {
+TQ_FUNC void load_exact(device const T* row, uint index, thread float* x) {
+  row += index * C;
 #pragma unroll
   for (int e = 0; e < C; ++e)
-    x[e] = float(row[index * C + e]) * (1.0f / coordinate_scale<B, LLOYD, DENORMAL>(e));
+    x[e] = float(row[e]) * (1.0f / coordinate_scale<B, LLOYD, DENORMAL>(e));
 }
 
 template <int C, int B, bool LLOYD, bool DENORMAL>
 TQ_FUNC void load_coded(
-    device const uint* row, device const uint* plane, threadgroup const float* levels, int index, thread float* x) {
+    device const uint* codes, uint chunk_at, device const uint* plane, uint bits_at,
+    threadgroup const float* levels, float ratio, thread float* x) {
   constexpr int W = field_width(B), N = 32 / W;
-  const uint third = B == 3 ? load_bits<C>(plane, index) : 0u;
+  const uint third = B == 3 ? load_bits<C>(plane, bits_at) : 0u;
   uint chunk_words[C / N];
   if (C / N % 2 == 0) {
-    device const uint2* pairs = (device const uint2*)row + index * (C / N / 2);
+    device const uint2* pairs = (device const uint2*)codes;
 #pragma unroll
     for (int w = 0; w < C / N / 2; ++w) {
-      const uint2 pair = pairs[w];
+      const uint2 pair = pairs[chunk_at * (C / N / 2) + w];
       chunk_words[2 * w] = pair.x;
       chunk_words[2 * w + 1] = pair.y;
     }
   } else {
-    chunk_words[0] = row[index];
+    chunk_words[0] = codes[chunk_at];
   }
 #pragma unroll
   for (int w = 0; w < C / N; ++w) {
@@ -74,15 +94,12 @@ TQ_FUNC void load_coded(
     for (int k = 0; k < N / 2; ++k) {
       const int e = w * N + k;
       if (B == 2 && LLOYD) {
-        // Four symmetric levels are affine in the two bits of the code.
-        const float inner = levels[2], outer = levels[3];
+        const float factor = ratio * (field_scale<1, DENORMAL>(2 * k + 1) / field_scale<1, DENORMAL>(2 * k));
         float low[2], high[2];
         fields<1, DENORMAL>(word, 2 * k, low[0], low[1]);
         fields<1, DENORMAL>(word, 2 * k + 1, high[0], high[1]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          x[e + i * N / 2] = fma(high[i], field_scale<1, DENORMAL>(2 * k + 1) * (outer + inner),
-                                 fma(low[i], field_scale<1, DENORMAL>(2 * k) * (outer - inner), -outer));
+        for (int i = 0; i < 2; ++i) x[e + i * N / 2] = fma(high[i], factor, low[i]);
       } else {
         fields<W, DENORMAL>(word, k, x[e], x[e + N / 2]);
       }
@@ -107,18 +124,20 @@ TQ_FUNC void load_coded(
   }
 }
 
-// Chunk `index` of a packed row: codes over their coordinate_scale, before code_offset and the row's scale. The two
-// forms are told apart by the type of the region.
+// Chunk `chunk_at` of packed rows: codes over their coordinate_scale, before the step, the offset and the row's scale.
+// Its bits of one-bit fields are at place `bits_at`. The two forms are told apart by the type of the region.
 template <int C, int B, bool LLOYD, bool DENORMAL>
 TQ_FUNC void load_chunk(
-    device const uint* row, device const uint* plane, threadgroup const float* levels, int index, thread float* x) {
-  load_coded<C, B, LLOYD, DENORMAL>(row, plane, levels, index, x);
+    device const uint* codes, uint chunk_at, device const uint* plane, uint bits_at,
+    threadgroup const float* levels, float ratio, thread float* x) {
+  load_coded<C, B, LLOYD, DENORMAL>(codes, chunk_at, plane, bits_at, levels, ratio, x);
 }
 
 template <int C, int B, bool LLOYD, bool DENORMAL, typename T>
 TQ_FUNC void load_chunk(
-    device const T* row, device const uint* plane, threadgroup const float* levels, int index, thread float* x) {
-  load_exact<C, B, LLOYD, DENORMAL>(row, index, x);
+    device const T* codes, uint chunk_at, device const uint* plane, uint bits_at,
+    threadgroup const float* levels, float ratio, thread float* x) {
+  load_exact<C, B, LLOYD, DENORMAL>(codes, chunk_at, x);
 }
 
 // The rows to read one by one: the exact ones, or packed ones that are not coded.
@@ -141,27 +160,6 @@ TQ_FUNC float dot(thread const float* a, thread const float* b, float sum) {
   return sum;
 }
 
-// Soft-cap, mask and change to base 2 of a score; whether query row `row` of its group sees the token at `column`.
-template <int MASK, bool SOFTCAP, typename M>
-TQ_FUNC bool see(
-    thread float& s, bool live, int row, int column, device const M* mask, int batch, int kv_head,
-    device const int* params, float softcap) {
-  const int G = params[0], columns = params[2];
-  bool seen = live;
-  if (SOFTCAP) s = softcap * tanh(s / softcap);
-  if (MASK == 1) seen = seen && column <= columns - params[1] + row / G;
-  if (MASK >= 2) {
-    const size_t at = batch * size_t(params[8]) + (kv_head * G + row % G) * size_t(params[9]) +
-        (row / G) * size_t(params[10]) + min(column, columns - 1) * size_t(params[11]);
-    if (MASK == 2) seen = seen && bool(mask[at]);
-    if (MASK == 3) s += float(mask[at]);
-  }
-  seen = seen && !(s == -INFINITY);
-  s *= LOG2E;
-  if (s < LOWEST) s = LOWEST;  // a NaN stays, so that it shows
-  return seen;
-}
-
 // Sum over N neighbouring lanes, for all of them.
 template <int N>
 TQ_FUNC float group_sum(float x) {
@@ -179,17 +177,18 @@ TQ_FUNC float group_sum(float x) {
 // the other is to keep, so a key costs less than one shuffle. start and sums: one a query, then one a sketch if QJL.
 template <int D, int B, bool LLOYD, bool QJL, bool DENORMAL, int R, int W, int I, typename P>
 TQ_FUNC void key_sums(
-    P codes, device const uint* plane, device const uint* jl, threadgroup const float* levels, int index, uint lane,
-    thread const float* q, thread const float* q_jl, thread const float* start, thread float* sums) {
+    P codes, uint chunk_at, device const uint* plane, device const uint* jl, uint bits_at,
+    threadgroup const float* levels, float ratio, uint lane, thread const float* q, thread const float* q_jl,
+    thread const float* start, thread float* sums) {
   constexpr int C = chunk(D), SUMS = QJL ? 2 * R : R;
   if constexpr (W == lanes(D)) {
     float x[C];
     load_chunk<C, B, LLOYD, DENORMAL>(
-        codes + I * row_size(D, B), plane + I * row_words(D, 1), levels, index, x);
+        codes, chunk_at + I * (D / C), plane, bits_at + I * bit_places(D), levels, ratio, x);
 #pragma unroll
     for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, start[r]);
     if (QJL) {
-      const uint bits = load_bits<C>(jl + I * row_words(D, 1), index);
+      const uint bits = load_bits<C>(jl, bits_at + I * bit_places(D));
 #pragma unroll
       for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
 #pragma unroll
@@ -197,8 +196,10 @@ TQ_FUNC void key_sums(
     }
   } else {
     float other[SUMS];
-    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I>(codes, plane, jl, levels, index, lane, q, q_jl, start, sums);
-    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I + W>(codes, plane, jl, levels, index, lane, q, q_jl, start, other);
+    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I>(
+        codes, chunk_at, plane, jl, bits_at, levels, ratio, lane, q, q_jl, start, sums);
+    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I + W>(
+        codes, chunk_at, plane, jl, bits_at, levels, ratio, lane, q, q_jl, start, other);
     const bool upper = lane & W;
 #pragma unroll
     for (int r = 0; r < SUMS; ++r) {
@@ -212,20 +213,21 @@ TQ_FUNC void key_sums(
 // weight: of the token of this lane; the group's first token is that of lane `from`.
 template <int D, int B, bool LLOYD, bool DENORMAL, int R, int I, typename P>
 TQ_FUNC void add_values(
-    P codes, device const uint* plane, threadgroup const float* levels, int index, int from, thread const float* weight,
-    thread float* acc) {
+    P codes, uint chunk_at, device const uint* plane, uint bits_at, threadgroup const float* levels, float ratio,
+    int from, thread const float* weight, thread float* acc) {
   constexpr int C = chunk(D);
   if constexpr (I < lanes(D)) {
     float x[C];
     load_chunk<C, B, LLOYD, DENORMAL>(
-        codes + I * row_size(D, B), plane + I * row_words(D, 1), levels, index, x);
+        codes, chunk_at + I * (D / C), plane, bits_at + I * bit_places(D), levels, ratio, x);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float w = simd_shuffle(weight[r], ushort(from + I));
 #pragma unroll
       for (int e = 0; e < C; ++e) acc[r * C + e] = fma(x[e], w, acc[r * C + e]);
     }
-    add_values<D, B, LLOYD, DENORMAL, R, I + 1>(codes, plane, levels, index, from, weight, acc);
+    add_values<D, B, LLOYD, DENORMAL, R, I + 1>(
+        codes, chunk_at, plane, bits_at, levels, ratio, from, weight, acc);
   }
 }
 

@@ -56,12 +56,12 @@ _INPUTS = {
 }
 _INPUTS["attend_mma"] = _INPUTS["attend"]
 _HEADERS = {
-    "attend": "rht.h tq.h",
-    "attend_mma": "rht.h tq.h mma.h",
-    "merge": "rht.h",
-    "rotate": "rht.h",
-    "encode": "rht.h encode.h",
-    "decode": "rht.h tq.h",
+    "attend": "common.h tq.h",
+    "attend_mma": "common.h mma.h",
+    "merge": "common.h",
+    "rotate": "common.h",
+    "encode": "common.h encode.h",
+    "decode": "common.h tq.h",
 }
 _OUTPUTS = {
     "attend": "partial softmax",
@@ -465,11 +465,12 @@ def _launch_shape(pair: _Pair, rows: int, mma: bool) -> tuple[int, int, int]:
     items = tiles * pair.n_kv_heads * len(layout.pad)
     packed = -(-max(layout.packed) // ROW_BLOCK)
     exact = -(-max(map(add, layout.first, layout.recent)) // ROW_BLOCK)
-    if mma:  # the simdgroups of a threadgroup share a split; no more of them than have packed blocks or an exact one
-        most = max(1, min(_MMA_THREADGROUPS // items, _MAX_SPLITS))
-        share = -(-packed // (most * NSG)) or 1
-        return per_item, tiles, max(1, min(most, -(-(-(-packed // share) + exact) // NSG)))
-    return per_item, tiles, max(1, min(-(-_WANTED_ITEMS[device] // items), _MAX_SPLITS, -(-(packed + exact) // 2)))
+    # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
+    together, most = (NSG, _MMA_THREADGROUPS // items) if mma else (1, -(-_WANTED_ITEMS[device] // items))
+    most = max(1, min(most, _MAX_SPLITS, -(-(packed + exact) // (together if mma else 2))))
+    share = -(-packed // (most * together)) or 1
+    # No more splits than have packed blocks, or an exact one.
+    return per_item, tiles, max(1, min(most, -(-(-(-packed // share) + exact) // together)))
 
 
 def by_query_rows(attend, q: mx.array, mask, most: int) -> mx.array:

@@ -58,7 +58,7 @@ def test_the_wrapper_has_the_parameters_of_the_case(agx):
     assert agx.launch(agx.Case("attend", "tq3", 64)).template["MASK"] == 0
 
 
-@pytest.mark.parametrize("changes", ("PACKED", "NO_MEAN"))
+@pytest.mark.parametrize("changes", ("PACKED", "NO_MEAN", "NO_RAISE"))
 def test_attend_says_what_the_counts_replace(agx, changes):
     case, (change,) = agx.Case("attend", "default", 128), getattr(agx, changes).items()
     assert agx.kernel_text(case, dict([change])) == agx.kernel_text(case).replace(*change) != agx.kernel_text(case)

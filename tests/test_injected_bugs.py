@@ -24,10 +24,10 @@ BLOCK = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 # file, text, replacement, and which occurrence of the text (from 0).
 BUGS = {
     # barriers
-    "no barrier between transform stages": ("rht.h", BARRIER, "", 0),
-    "no barrier before mixing": ("rht.h", BARRIER, "", 1),
-    "no barrier before mixed values are stored": ("rht.h", BARRIER, "", 2),
-    "no barrier after mixed values are stored": ("rht.h", BARRIER, "", 3),
+    "no barrier between transform stages": ("common.h", BARRIER, "", 0),
+    "no barrier before mixing": ("common.h", BARRIER, "", 1),
+    "no barrier before mixed values are stored": ("common.h", BARRIER, "", 2),
+    "no barrier after mixed values are stored": ("common.h", BARRIER, "", 3),
     "no barrier between stages of the sum": ("encode.h", BARRIER, "", 0),
     "no barrier before the sum is read": ("encode.h", BARRIER, "", 1),
     "no barrier after the sum is read": ("encode.h", BARRIER, "", 2),
@@ -36,7 +36,7 @@ BUGS = {
     "levels are read before they are written": (
         "attend.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
     "sketch overwrites the query too early": ("attend.metal", "  " + BARRIER, "", 0),
-    "barrier orders device memory only": ("rht.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
+    "barrier orders device memory only": ("common.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
     "early return before the barrier": (
         "attend.metal", "if (sg == 0) levels", "if (split >= splits) return;\nif (sg == 0) levels", 0),
     "simdgroups share one scratch row": ("attend.metal", "scratch + sg * R * D", "scratch", 0),
@@ -50,55 +50,58 @@ BUGS = {
     "query head of another group": ("attend.metal", "kv_head * G + row % G;", "row % G * int(params[12]) + kv_head;", 0),
     "rows of a tile in another order": ("attend.metal", "from = query + (head * L + row / G)", "from = query + (head * L + row % L)", 0),
     "value scales of the keys": ("attend.metal", "v_scales = v_scale + at_packed", "v_scales = k_scale + at_packed", 0),
-    "third bits of another row": ("tq.h", "plane + I * row_words(D, 1), levels", "plane, levels", 0),
+    "third bits of another row": ("tq.h", "bits_at + I * bit_places(D), levels", "bits_at, levels", 0),
     "values of a neighbouring token": ("tq.h", "ushort(from + I)", "ushort(from + (I ^ 1))", 0),
     "recent exact rows before the packed ones": ("attend.metal", "token < first ? token : n_packed + token);", "token);", 0),
     "padding is not counted": ("attend.metal", "const int column = pad +", "const int column =", 0),
-    "page of the next block": ("attend.metal", "start / PAGE * D", "(start + 32) / PAGE * D", 0),
+    "page of the next block": ("attend.metal", "start / PAGE) * D", "(start + 32) / PAGE) * D", 0),
     "mean is never renewed": ("attend.metal", "block == begin || start % PAGE == 0", "block == begin", 0),
     "mean of the first block is missing": ("attend.metal", "block == begin || start % PAGE == 0", "start % PAGE == 0", 0),
     "signs of the keys for the values": ("merge.metal", "head / G", "head % G", 0),
     "splits overlap": ("attend.metal", "begin = split * share", "begin = split * (share - 1)", 0),
-    "last split is cut": ("attend.metal", "(blocks + splits - 1) / splits", "blocks / splits", 0),
-    "merge skips the last split": ("merge.metal", "s = sg; s < splits", "s = sg; s + 1 < splits", 0),
+    "last split is cut": ("attend.metal", "(packed_blocks + splits - 1) / splits", "packed_blocks / splits", 0),
+    "merge skips the last split": ("merge.metal", "if (s < splits)", "if (s + 1 < splits)", 0),
     "an output coordinate is never written": ("merge.metal", "int i = lane; i < DV; i += 32) out[", "int i = lane; i + 1 < DV; i += 32) out[", 0),
     "a partial result is never written": ("attend.metal", "vl * CV < DV && row < rows", "vl * CV + CV < DV && row < rows", 0),
     "rows past the last are written": ("attend.metal", "vl * CV < DV && row < rows", "vl * CV < DV", 0),
     # masks
-    "causal off by one": ("tq.h", "column <= columns - params[1] + row / G", "column < columns - params[1] + row / G", 0),
-    "causal lets one too many through": ("tq.h", "column <= columns - params[1] + row / G", "column <= columns - params[1] + 1 + row / G", 0),
+    "causal off by one": ("common.h", "column <= columns - params[1] + row / G", "column < columns - params[1] + row / G", 0),
+    "causal lets one too many through": ("common.h", "column <= columns - params[1] + row / G", "column <= columns - params[1] + 1 + row / G", 0),
     "blocks are skipped too early": ("attend.metal", "> last_seen) continue", ">= last_seen) continue", 0),
-    "tail of the last block is seen": ("attend.metal", "s, token < live,", "s, token <= live,", 0),
-    "mask of the first head": ("tq.h", "* size_t(params[9])", "* 0", 0),
-    "mask of the first row": ("tq.h", "* size_t(params[10])", "* 0", 0),
-    "mask read past its end": ("tq.h", "min(column, columns - 1)", "(column + 64)", 0),
-    "bool mask inverted": ("tq.h", "bool(mask[at])", "!bool(mask[at])", 0),
-    "additive mask taken for bool": ("tq.h", "s += float(mask[at])", "seen = seen && mask[at]", 0),
-    "minus infinity counts": ("tq.h", "!(s == -INFINITY)", "true", 0),
+    "tail of the last block is seen": ("attend.metal", "score[r], token < live,", "score[r], token <= live,", 0),
+    "mask of the first head": ("common.h", "* size_t(params[9])", "* 0", 0),
+    "mask of the first row": ("common.h", "* size_t(params[10])", "* 0", 0),
+    "mask read past its end": ("common.h", "min(column, columns - 1)", "(column + 64)", 0),
+    "bool mask inverted": ("common.h", "bool(mask[at])", "!bool(mask[at])", 0),
+    "additive mask taken for bool": ("common.h", "s += float(mask[at])", "seen = seen && mask[at]", 0),
+    "minus infinity counts": ("common.h", "!(s == -INFINITY)", "true", 0),
     # softmax
-    "accumulator is not rescaled": ("attend.metal", "fma(acc[r * CV + e], shrink,", "fma(acc[r * CV + e], 1.0f,", 0),
-    "sum is not rescaled": ("attend.metal", "fma(denominator[r], shrink, p)", "denominator[r] + p", 0),
+    "accumulator is not rescaled": ("attend.metal", "fma(acc[r * CV + e], shrink[r],", "fma(acc[r * CV + e], 1.0f,", 0),
+    "sum is not rescaled": ("attend.metal", "denominator[r] *= shrink[r];", "", 0),
     "maximum starts at zero": ("attend.metal", "top[r] = LOWEST;", "top[r] = 0.0f;", 0),
     "no maximum": ("attend.metal", "max(top[r], simd_max(", "max(top[r], 0.0f * simd_max(", 0),
-    "splits merged without their maximum": ("merge.metal", "exp2(softmax[(row * splits + s) * 2] - top)", "1.0f", 0),
-    "natural instead of base 2": ("tq.h", "s *= LOG2E;", "", 0),
-    "sink is forgotten": ("merge.metal", "SINKS && lane == 0 ?", "false ?", 0),
-    "sink counted by every lane": ("merge.metal", "SINKS && lane == 0", "SINKS", 0),
-    "soft-cap after the mask": ("tq.h", "if (SOFTCAP) s = softcap * tanh(s / softcap);", "", 0),
+    "splits merged without their maximum": ("merge.metal", "weight = exp2(softmax[at] - top)", "weight = 1.0f", 0),
+    "natural instead of base 2": ("common.h", "s *= LOG2E;", "", 0),
+    "sink is forgotten": ("merge.metal", "SINKS ? exp2", "false ? exp2", 0),
+    "sink counted by every simdgroup": ("merge.metal", "denominator += denominators[n]", "denominator += denominators[n] + (SINKS ? exp2(sink - top) : 0.0f)", 0),
+    "soft-cap after the mask": ("common.h", "if (SOFTCAP) s = softcap * tanh(s / softcap);", "", 0),
     "accumulator is not initialised": ("attend.metal", "acc[r * CV + e] = 0.0f;", "", 0),
     # decoding
     "swapped halves of a word": ("tq.h", "low = float(both.x);\n    high = float(both.y);", "low = float(both.y);\n    high = float(both.x);", 0),
     "bits beyond the denormals": ("tq.h", "(W * k >= 8 ? word >> 8 : word)", "word", 0),
     "wrong weight of the third bit": ("tq.h", "4.0f * field_scale", "2.0f * field_scale", 0),
-    "offset of the codes is off": ("tq.h", "((1 << B) - 1) * 0.5f", "((1 << B) - 2) * 0.5f", 0),
+    "offset of the codes is off": ("common.h", "((1 << B) - 1) * 0.5f", "((1 << B) - 2) * 0.5f", 0),
     "inner and outer levels swapped": ("tq.h", "inner = levels[2], outer = levels[3]", "inner = levels[3], outer = levels[2]", 0),
-    "value levels for the keys": ("attend.metal", "v_planes + at * row_words(DV, 1), levels + 16,", "v_planes + at * row_words(DV, 1), levels,", 0),
+    "value levels for the keys": ("attend.metal", "v_chunk, levels + 16,", "v_chunk, levels,", 0),
     "butterfly keeps the wrong half": ("tq.h", "keep = upper ? other[r] : sums[r]", "keep = upper ? sums[r] : other[r]", 0),
-    "idle lanes count": ("attend.metal", "kl * C < D ? rotated", "true ? rotated", 0),
-    "Paley column instead of row": ("rht.h", "row >> b & 1u ? v : -v", "row >> b & 1u ? -v : v", 0),
-    "residual norm is forgotten": ("attend.metal", "sums[r] + residual * sums", "sums[r] + sums", 0),
+    "idle lanes count": ("attend.metal", "kl * C < D ? y", "true ? y", 0),
+    "Paley column instead of row": ("common.h", "row >> b & 1u ? v : -v", "row >> b & 1u ? -v : v", 0),
+    "residual norm is forgotten": ("attend.metal", "sum + residual * sums", "sum + sums", 0),
     "unset sign bits count 0": ("attend.metal", "start_sum[QJL ? R + r : 0] = -sum;", "start_sum[QJL ? R + r : 0] = 0.0f;", 0),
     "query is not rotated": ("attend.metal", "hadamard<D>(rotated + r * D, k_mix, lane);", "", 0),
+    "a weight of another split": ("merge.metal", "simd_shuffle(weight, ushort(k))", "simd_shuffle(weight, ushort(k + 1))", 0),
+    "exact rows are left out": ("attend.metal", "exact_begin + exact_share, exact_blocks", "exact_begin + exact_share, exact_blocks - 1", 0),
+    "exact rows are dealt out twice": ("attend_mma.metal", "(workers - 1 - worker) * exact_share", "(workers - 1 - worker) / 2 * exact_share", 0),
     "result is not rotated back": ("merge.metal", "hadamard<DV>(sums, v_mix, lane);", BARRIER, 0),
     "pointer without an address space": ("tq.h", "thread const float* a, thread", "const float* a, thread", 0),
     "no barrier before shares are added": ("merge.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
@@ -126,7 +129,7 @@ BUGS = {
     "denominator of some tokens": ("attend_mma.metal", "denominator[0] = over_tokens_sum(denominator[0]);", "", 0),
     "columns shuffled on one side": ("attend_mma.metal", "(column ^ (r & 7))] = acc", "column] = acc", 0),
     "blocks are dropped too early": ("attend_mma.metal", "> last_seen) break", ">= last_seen) break", 0),
-    "shares of simdgroups overlap": ("attend_mma.metal", "(split * NSG + sg) * share", "(split * NSG + sg) * (share - 1)", 0),
+    "shares of simdgroups overlap": ("attend_mma.metal", "begin = worker * share", "begin = worker * (share - 1)", 0),
     # encoding
     "ties go down": ("encode.h", "unit[n] >= table[16 + b]", "unit[n] > table[16 + b]", 0),
     "codes are not clamped": ("encode.h", "clamp(int(floor(unit[n] * table[c])) + HALF, 0, LAST)", "int(floor(unit[n] * table[c])) + HALF", 1),
@@ -138,10 +141,10 @@ BUGS = {
     "sketch sign of zero": ("encode.h", "y[i] >= 0.0f ? 1.0f", "y[i] > 0.5f ? 1.0f", 0),
     "mean of the wrong page": ("encode.metal", "row % L / PAGE", "0", 0),
     "mean is added": ("encode.metal", "y[i] -= float(k_mean", "y[i] += float(k_mean", 0),
-    "float16 overflows": ("rht.h", "T(isfinite(x) ? min(max(x, -top), top) : x)", "T(x)", 0),
+    "float16 overflows": ("common.h", "T(isfinite(x) ? min(max(x, -top), top) : x)", "T(x)", 0),
     "not finite becomes zero": ("encode.h", "finite ? 0.0f : NAN", "0.0f", 0),
     "values with the keys' words": ("encode.metal", "v_words + size_t(row) * encoded_words(DV, VB, false)", "v_words + size_t(row) * encoded_words(D, KB, QJL)", 0),
-    "rotation is not normalised": ("rht.h", "narrow<T>(y[i] * norm, top)", "narrow<T>(y[i], top)", 0),
+    "rotation is not normalised": ("common.h", "narrow<T>(y[i] * norm, top)", "narrow<T>(y[i], top)", 0),
     "dense rows keep their rotation": ("decode.metal", "hadamard<D>(y, k_mix, lane);\n  for", BARRIER + "\n  for", 0),
     "dense padding is not zero": ("decode.metal", "token < 0 ? 0.0f : float(k_exact", "float(k_exact", 0),
     "dense values with key scales": ("decode.metal", "float(v_scale[at])", "float(k_scale[at])", 0),
@@ -233,12 +236,12 @@ def additive(*shape):
 
 def probes(file):
     """Runs until one of them fails; yields whether the result was right."""
-    if file in ("encode.metal", "encode.h", "rht.h"):
+    if file in ("encode.metal", "encode.h", "common.h"):
         yield encode(MIXED, 64, 64, mx.float16, False)
         yield encode(TQ3, 64, 80, mx.float16, False)
         yield encode(LLOYD, 80, 64, mx.float32, True)
         yield encode(TQFormat(4, 4, qjl=True, page=32), 64, 64, mx.float32, True)
-    if file in ("attend.metal", "merge.metal", "tq.h", "rht.h"):
+    if file in ("attend.metal", "merge.metal", "tq.h", "common.h"):
         yield attend(DEFAULT, 64, 3, mask="causal")
         yield attend(TQ3, 64, 1, mask=bool_mask(2, 4, 1, 195))
         yield attend(MIXED, 80, 2, mask=additive(1, 4, 2, 195), value_dim=64)
@@ -267,8 +270,8 @@ def caught(file) -> str:
 
 @pytest.fixture
 def few_splits(monkeypatch):
-    """Three splits, so that a simdgroup has several blocks and the merge several parts."""
-    monkeypatch.setattr(kernels, "_WANTED_ITEMS", {"metal": 36})
+    """Few splits, so that a simdgroup has several blocks and the merge several parts."""
+    monkeypatch.setattr(kernels, "_WANTED_ITEMS", {"metal": 24})
     monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 1)
     monkeypatch.setattr(kernels, "_DENSE_ROWS", 1 << 30)
     monkeypatch.setattr(kernels, "_has_mma", lambda device: True)

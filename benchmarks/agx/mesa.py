@@ -6,6 +6,7 @@ what the model leaves out.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ from pathlib import Path
 _ONE = """ffma fadd fmul hfma hadd hmul bitop and or xor not mov nand nor andn1 andn2 orn1 orn2 xnor icmpsel fcmpsel
 iadd mov_imm"""
 _SLOTS = dict.fromkeys(_ONE.split(), 1)
-_SLOTS |= dict.fromkeys(("get_sr", "get_sr_barrier", "get_sr_coverage", "shuffle", "shuffle_xor"), 2)
+_SLOTS |= dict.fromkeys(
+    ("get_sr", "get_sr_barrier", "get_sr_coverage", "shuffle", "shuffle_xor", "icmp_ballot", "fcmp_ballot"), 2
+)
 _SLOTS |= dict.fromkeys(("simd_reduce", "quad_reduce", "simd_prefix", "quad_prefix"), 24)
 # Cycles in the pipe for shifts, conversions and transcendental functions, beside one slot each.
 _SIDE_CYCLES = dict.fromkeys(
@@ -98,6 +101,14 @@ class Program:
             (range(target, i + 1) for i, block in enumerate(self.blocks) for target in block.next if target <= i),
             key=lambda loop: (loop.start, -loop.stop),
         )
+
+
+def provenance(agx: Path) -> dict[str, str]:
+    """Mesa's version, and the archive that the compiler was built from with the start of its SHA-256."""
+    (archive,) = agx.glob("mesa_*.orig.tar.xz")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    version = (agx / "root/src/mesa/VERSION").read_text().strip()
+    return {"mesa": version, "archive": f"{archive.name} {digest[:16]}"}
 
 
 class CompilerCrash(Exception):

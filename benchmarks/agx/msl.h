@@ -38,6 +38,7 @@ inline float simd_shuffle_xor(float x, ushort mask) { return as_type<float>(nir_
 inline float simd_shuffle(float x, ushort lane) { return as_type<float>(nir_read_invocation(as_type<uint>(x), lane)); }
 inline float simd_sum(float x) { return sub_group_reduce_add(x); }
 inline int simd_sum(int x) { return sub_group_reduce_add(x); }
+inline bool simd_any(bool x) { return sub_group_any(x); }
 inline float simd_max(float x) { return sub_group_reduce_max(x); }
 
 // Metal compiles with fast math.

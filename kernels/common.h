@@ -1,4 +1,4 @@
-// Shared by all kernels: sizes, and the randomised Hadamard transform as mlx_tq/rotation.py does it.
+// Shared by all kernels: sizes, the randomised Hadamard transform as mlx_tq/rotation.py does it, and masks.
 
 #ifndef TQ_FUNC
 #define TQ_FUNC inline
@@ -36,6 +36,12 @@ constexpr int row_size(int d, int bits) { return bits == RAW ? d : row_words(d, 
 // Words that encode.metal writes for a row: codes, plane and signs.
 constexpr int encoded_words(int d, int bits, bool qjl) {
   return row_words(d, field_width(bits)) + (bits == 3 ? row_words(d, 1) : 0) + (qjl ? row_words(d, 1) : 0);
+}
+
+// What is to be subtracted from a code.
+template <int B, bool LLOYD>
+constexpr float code_offset() {
+  return B == RAW || LLOYD ? 0.0f : ((1 << B) - 1) * 0.5f;
 }
 
 // ---------------------------------------------------------------- the transform, by one simdgroup
@@ -87,4 +93,27 @@ TQ_FUNC void rotate_row(
   hadamard<D>(y, mix, lane);
   for (int i = lane; i < D; i += 32) y[i] = float(narrow<T>(y[i] * norm, top));
   simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// ---------------------------------------------------------------- masks
+
+// Soft-cap, mask and change to base 2 of a score; whether query row `row` of its group sees the token at `column`.
+template <int MASK, bool SOFTCAP, typename M>
+TQ_FUNC bool see(
+    thread float& s, bool live, int row, int column, device const M* mask, int batch, int kv_head,
+    device const int* params, float softcap) {
+  const int G = params[0], columns = params[2];
+  bool seen = live;
+  if (SOFTCAP) s = softcap * tanh(s / softcap);
+  if (MASK == 1) seen = seen && column <= columns - params[1] + row / G;
+  if (MASK >= 2) {
+    const size_t at = batch * size_t(params[8]) + (kv_head * G + row % G) * size_t(params[9]) +
+        (row / G) * size_t(params[10]) + min(column, columns - 1) * size_t(params[11]);
+    if (MASK == 2) seen = seen && bool(mask[at]);
+    if (MASK == 3) s += float(mask[at]);
+  }
+  seen = seen && !(s == -INFINITY);
+  s *= LOG2E;
+  if (s < LOWEST) s = LOWEST;  // a NaN stays, so that it shows
+  return seen;
 }
