@@ -10,6 +10,7 @@ constexpr int C = D / 4, CV = DV / 8;  // coordinates of a key, and of a value, 
 constexpr int KF = 16 / field_width(KB), VF = 16 / field_width(VB);  // fields of half a word
 constexpr int KW = C / (2 * KF), VW = CV < 2 * VF ? 1 : CV / (2 * VF);  // words that they lie in
 constexpr int STEPS = D / 16, TILES = DV / 16, PAIRS = CV / 2;
+constexpr int EXACT_COST = 2;  // what a block of exact rows takes, in packed blocks
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
 
@@ -42,12 +43,15 @@ device const uchar* k_scales = (device const uchar*)(k_scale + k_token);
 device const uchar* v_scales = (device const uchar*)(v_scale + k_token);
 const auto k_means = k_mean + (CENTERED ? slot * mean_pages * D : 0);
 
-// Packed blocks are dealt out from the first simdgroup on, exact ones, which take longer, from the last.
+// Packed blocks are dealt out from the first simdgroup on, exact ones from the last, which get EXACT_COST fewer packed
+// blocks for each.
 const int packed_blocks = (n_packed + 31) / 32, exact_blocks = (n_exact + 31) / 32;
 const int workers = splits * NSG, worker = split * NSG + sg;
-const int share = (packed_blocks + workers - 1) / workers, exact_share = (exact_blocks + workers - 1) / workers;
-const int begin = worker * share, coded_end = min(begin + share, packed_blocks);
-const int exact_begin = (workers - 1 - worker) * exact_share, exact_end = min(exact_begin + exact_share, exact_blocks);
+const int share = (packed_blocks + EXACT_COST * exact_blocks + workers - 1) / workers;
+const int exact_share = (exact_blocks + workers - 1) / workers, exact_begin = (workers - 1 - worker) * exact_share;
+const int exact_end = min(exact_begin + exact_share, exact_blocks), cost = min(EXACT_COST, share / max(1, exact_share));
+const int begin = worker * share - cost * max(0, exact_blocks - exact_begin - exact_share);
+const int coded_end = min(begin + share - cost * max(0, exact_end - exact_begin), packed_blocks);
 const int last_seen = columns - L + min(first_row + 7, rows - 1) / G;
 
 // The words of a block are read while the one before it is worked on, of the first block while queries are rotated.

@@ -3,7 +3,7 @@
 const int G = params[0], L = params[1], splits = params[5];
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
 const int item = threadgroup_position_in_grid.x;
-threadgroup float sums[NSG * DV], denominators[NSG];
+threadgroup float sums[NSG * DV], weights[NSG * 32], denominators[NSG];
 
 // The output is (B, n_heads, L, DV), the partial results are (B, n_kv_heads, L, G, splits, DV).
 const int head = item / L;
@@ -19,19 +19,20 @@ float x[(DV + 31) / 32], denominator = 0.0f;
 for (int n = 0; n < (DV + 31) / 32; ++n) x[n] = 0.0f;
 for (int from = sg; from < splits; from += 32 * NSG) {
   const int s = from + lane * NSG;
-  float weight = 0.0f;
   if (s < splits) {
     const size_t at = (row * splits + s) * 2;
-    weight = exp2(softmax[at] - top);
+    const float weight = exp2(softmax[at] - top);
     denominator += weight * softmax[at + 1];
+    weights[sg * 32 + lane] = weight;
   }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
   const int count = min(32, (splits - from + NSG - 1) / NSG);
 #pragma unroll 8
   for (int k = 0; k < count; ++k) {
-    const float w = simd_shuffle(weight, ushort(k));
     const size_t at = (row * splits + from + k * NSG) * DV;
-    for (int n = 0, i = lane; i < DV; ++n, i += 32) x[n] = fma(partial[at + i], w, x[n]);
+    for (int n = 0, i = lane; i < DV; ++n, i += 32) x[n] = fma(partial[at + i], weights[sg * 32 + k], x[n]);
   }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 denominator = simd_sum(denominator);
 if (lane == 0) denominators[sg] = denominator;

@@ -34,10 +34,9 @@ _MAX_SPLITS = 512
 _MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
-# What attend_mma.metal takes, and as many of its threadgroups as large GPUs hold at a time.
-_MMA_DIMS = (64, 128, 256)
+# What attend_mma.metal takes: query rows, and widths with as many of its threadgroups as large GPUs hold at a time.
 _MMA_ROWS = 8
-_MMA_THREADGROUPS = 396
+_MMA_THREADGROUPS = {64: 528, 128: 396, 256: 264}
 # From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
 # and the bytes decoded at a time.
 _DENSE_ROWS = 192
@@ -448,8 +447,8 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype, denormal: bool) -> bool:
     format = pair.format
     return (
         _one_short_dtype(dtype, pair.dtype, pair.value_dtype)
-        and pair.dim in _MMA_DIMS
-        and pair.value_dim in _MMA_DIMS
+        and pair.dim in _MMA_THREADGROUPS
+        and pair.value_dim in _MMA_THREADGROUPS
         and (format.codebook, format.qjl) == ("uniform", False)
         and RAW_BITS not in (format.key_bits, format.value_bits)
         and _has_mma(pair.device)
@@ -466,8 +465,11 @@ def _launch_shape(pair: _Pair, rows: int, mma: bool) -> tuple[int, int, int]:
     packed = -(-max(layout.packed) // ROW_BLOCK)
     exact = -(-max(map(add, layout.first, layout.recent)) // ROW_BLOCK)
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
-    together, most = (NSG, _MMA_THREADGROUPS // items) if mma else (1, -(-_WANTED_ITEMS[device] // items))
-    most = max(1, min(most, _MAX_SPLITS, -(-(packed + exact) // (together if mma else 2))))
+    if mma:
+        together, most = NSG, _MMA_THREADGROUPS[max(pair.dim, pair.value_dim)] // items
+    else:
+        together, most = 1, min(-(-_WANTED_ITEMS[device] // items), -(-(packed + exact) // 2))
+    most = max(1, min(most, _MAX_SPLITS))
     share = -(-packed // (most * together)) or 1
     # No more splits than have packed blocks, or an exact one.
     return per_item, tiles, max(1, min(most, -(-(-(-packed // share) + exact) // together)))

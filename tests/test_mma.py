@@ -130,14 +130,14 @@ def test_rows_that_see_nothing_are_zero():
 
 @pytest.mark.parametrize("wanted", (1, 4, 12, 10_000))
 def test_any_number_of_splits(monkeypatch, wanted):
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", wanted)
+    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", dict.fromkeys(kernels._MMA_THREADGROUPS, wanted))
     layout = LAYOUTS["long"]
     q = normal(1, 1, 4, 2, 64, dtype=mx.float16)
     check(q, *rows(FORMATS["default"], layout, 64, 64, mx.float16), mask="causal")
 
 
 def test_more_pages_than_are_scored_at_a_time(monkeypatch):
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 1)
+    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", dict.fromkeys(kernels._MMA_THREADGROUPS, 1))
     layout = Layout.uniform(1, 0, 18 * 4 * 32, 0)
     check(normal(1, 1, 4, 1, 64, dtype=mx.float16), *rows(FORMATS["default"], layout, 64, 64, mx.float16, n_kv=1))
 
