@@ -148,7 +148,7 @@ class TQFormat:
 
 
 _PRESETS = {
-    "default": TQFormat(centered_keys=True),
+    "default": TQFormat(window=256, centered_keys=True),
     "balanced": TQFormat(4, 2, centered_keys=True),
     "compact": TQFormat(3, 2, centered_keys=True),
     "k4v4": TQFormat(window=0, sinks=0),

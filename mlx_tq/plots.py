@@ -27,9 +27,12 @@ def plot(rows: list[dict], folder: Path) -> list[Path]:
 
 
 def _kl(plt, rows: list[dict]):
-    """A point for each format that changes anything."""
+    """A point for each format that changes anything, and a line for the model's own cache run a second time."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    points = [row for row in rows if row["kl_mean"] > 0]
+    points = [row for row in rows if row["kl_mean"] > 0 and row["format"] != REFERENCE]
+    for row in rows:
+        if row["format"] == REFERENCE and row["kl_mean"] > 0:
+            axes.axhline(row["kl_mean"], color="grey", linestyle=":", label="the same cache run twice")
     for ours, colour, label in ((True, "tab:blue", "mlx-tq"), (False, "tab:orange", "mlx-lm")):
         chosen = [row for row in points if row["format"].startswith("mlx-lm") != ours]
         x, y = [r["bits_per_element"] for r in chosen], [r["kl_mean"] for r in chosen]
