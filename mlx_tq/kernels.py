@@ -250,9 +250,9 @@ def self_test(device: str) -> SelfTest:
                     problem = None if error < 1e-4 else f"the self test is off by {error:.3g}"
                 except Exception as failure:  # a compiler or driver error of any kind: report it, use ops
                     error, problem = None, f"the self test failed: {failure}"
-                _tests[device] = SelfTest(problem, denormal, error)
                 if problem is None:
                     break
+            _tests[device] = SelfTest(problem, denormal, error)
             if problem is not None:
                 warnings.warn(f"mlx-tq uses MLX ops, not its {device} kernels: {problem}", RuntimeWarning, stacklevel=2)
         return _tests[device]
@@ -418,7 +418,9 @@ def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]
     )
     for i, place in pair.places:
         arrays[i] = place
-    keys.inputs = values, pair, arrays
+    padded = any(made is not rows.regions and made.codes is not None for made, rows in ((k, keys), (v, values)))
+    if not padded:  # what is not evaluated yet belongs to this thread's stream
+        keys.inputs = values, pair, arrays
     return pair, arrays
 
 
@@ -571,7 +573,7 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         mask_array = _padded(mask)
     name, first, second, k_mix, v_mix, params, consts = _attend_launches(
         *(pair, self_test(pair.device).denormal, q.shape, q.dtype, kind, strides, last if kind == 1 else None),
-        *(float(scale), softcap, sinks is not None),
+        *(float(scale), None if softcap is None else float(softcap), sinks is not None),
     )
     partial, softmax = _launch(name, [q, *rows, mask_array, *keys.signs, k_mix, params, consts], *first)
     logits = _nothing() if sinks is None else _padded(sinks)

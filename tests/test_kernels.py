@@ -1,6 +1,7 @@
 """The kernels beyond what every path of test_attention.py runs: encoding, launches, schedules, the self test."""
 
 import re
+import threading
 from dataclasses import replace
 
 import mlx.core as mx
@@ -150,6 +151,30 @@ def test_schedules_of_threads(fused_kernels, seed):
 def test_slices_that_start_anywhere(fused_kernels):
     with msl.options(misalign=True):
         check(normal(1, 3, 4, 2, 64), *ragged(TQFormat(3, 2, page=32)), mask="causal")
+
+
+def test_rows_of_a_loaded_cache_serve_several_threads(fused_kernels):
+    """Their capacity is no multiple of a block: what one thread pads, and has not evaluated, is not for another."""
+    cache = TQKVCache(TQFormat(window=0, sinks=0))
+    cache.update_and_fetch(normal(1, 1, 2, 45, 64), normal(2, 1, 2, 45, 64))
+    loaded = TQKVCache.from_state(cache.state)
+    mx.eval(loaded.keys, loaded.values)
+    rows, seen = loaded.rows, []
+    for use in (lambda arrays: None, lambda arrays: seen.append(mx.eval(arrays))):
+        thread = threading.Thread(target=lambda use=use: use(kernels._inputs(*rows)[1]))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_softcap_may_be_an_array_that_changes(fused_kernels):
+    keys, values = ragged(TQFormat(page=32))
+    q, cap = normal(9, 3, 4, 1, 64, factor=20.0), mx.array(5.0)
+    for factor in (1, 4):
+        cap *= factor
+        got = mlx_tq.attention(q, keys, values, scale=0.125, softcap=cap)
+        want = attention64(q, decode64(keys), decode64(values), 0.125, pad=keys.layout.pad, softcap=cap.item())
+        assert max_error(got, want) < 2e-5
 
 
 def test_lengths_compile_nothing_new(fused_kernels, monkeypatch):
