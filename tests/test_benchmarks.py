@@ -1,0 +1,59 @@
+"""The benchmark scripts on tiny cases, and their tables in the documents."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from tiny_llama import byte_tokens, tiny_model
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are not here")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield import_module
+    for name in ("attention", "generation", "quality", "speed"):
+        sys.modules.pop(name, None)
+
+
+def test_the_results_page_has_the_tables_of_the_files(script, capsys):
+    page = (FOLDER / "results" / "README.md").read_text(encoding="utf-8")
+    tables = []
+    for name in ("quality", "speed"):
+        assert script(name).main([]) == 0
+        tables += [part.strip() for part in capsys.readouterr().out.split("\n\n") if part.startswith("|")]
+    assert len(tables) == 3 and all(table in page for table in tables)
+
+
+def test_attention_is_timed(script):
+    attention = script("attention")
+    case = attention.Case("decode", 300, n_heads=4, n_kv_heads=2, head_dim=64)
+    row = attention.measure(case, "k4v4", rounds=2, budget_s=0.1, with_q4=True)
+    assert min(row[name] for name in ("ours_us", "bf16_us", "mlx_lm_q4_us", "append_us", "host_us")) > 0
+    assert row["p20"] <= row["ours_us"] <= row["p80"]
+    assert row["ours_bytes"] < row["bf16_bytes"] == 2 * 2 * 2 * 300 * 64
+
+
+def test_a_result_that_is_wrong_is_not_timed(script, monkeypatch):
+    attention = script("attention")
+    monkeypatch.setattr(attention.mlx_tq, "attention", lambda q, *rows, **options: mx.zeros(q.shape))
+    with pytest.raises(SystemExit, match="differs"):
+        attention.measure(attention.Case("decode", 300, head_dim=64), "k4v4", rounds=1, budget_s=0.1, with_q4=False)
+
+
+def test_generation_is_timed_over_caches_of_one_length(script):
+    generation = script("generation")
+    model = tiny_model(byte_tokens())
+    shapes = generation.key_shapes(model)
+    row = generation.measure(model, "tiny", 600, "default", rounds=2, tokens=3, shapes=shapes)
+    assert row["own_tps"] > 0 and row["ours_tps"] > 0 and row["layers"] == 2
+    assert row["ours_bytes"] < row["own_bytes"]
+    caches = generation.filled(model, "default", 600, shapes)
+    for _ in range(2):
+        generation.run(model, caches, 2)
+        assert [cache.offset for cache in caches] == [600, 600]
