@@ -185,6 +185,13 @@ def commit() -> str:
     return out.stdout.strip()
 
 
+def conditions(commit: str) -> dict[str, str]:
+    """What every row says of where it was measured; printed too."""
+    about = {"device": device_name(), "mlx": mx.__version__, "commit": commit}
+    print(f"{about['device']}, mlx {about['mlx']}, commit {about['commit'] or 'unknown'}", file=sys.stderr)
+    return about
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=new_file, help="CSV file to write")
@@ -197,8 +204,7 @@ def main() -> None:
     parser.add_argument("--no-q4", action="store_true", help="leave out mlx-lm's quantised attention")
     args = parser.parse_args()
     longest = args.max_cached or (131072 if mx.default_device().type == mx.gpu else 4096)
-    about = {"device": device_name(), "mlx": mx.__version__, "commit": args.commit}
-    print(f"{about['device']}, mlx {about['mlx']}, commit {about['commit'] or 'unknown'}", file=sys.stderr)
+    about = conditions(args.commit)
     out = []
     print(
         f"{'case':9s} {'B':>3s} {'heads':>7s} {'D':>4s} {'cached':>7s} {'L':>5s} {'format':9s}"

@@ -15,16 +15,14 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import sys
 from collections import Counter
 from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
-from attention import commit
+from attention import commit, conditions
 
 import mlx_tq
-from mlx_tq.doctor import device_name
 from mlx_tq.loading import attention_path, load, new_file, positive, write_csv
 
 LENGTHS = (1024, 8192, 32768, 131072)
@@ -154,8 +152,7 @@ def main() -> None:
     parser.add_argument("--commit", default=commit(), help="what to write as the commit (default: git's)")
     parser.add_argument("--out", type=new_file, help="CSV file to write")
     args = parser.parse_args()
-    about = {"device": device_name(), "mlx": mx.__version__, "commit": args.commit}
-    print(f"{about['device']}, mlx {about['mlx']}, commit {about['commit'] or 'unknown'}", file=sys.stderr)
+    about = conditions(args.commit)
     heads = ("cached", 8), ("own t/s", 10), ("ours t/s", 10), ("ratio", 7), ("own MB", 9), ("ours MB", 9)
     print(f"{'model':10s}{''.join(head.rjust(width) for head, width in heads)}  operations")
     out = []

@@ -10,34 +10,32 @@ head at head_dim 128; it is left out where there is no such file.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from pathlib import Path
+
+from speed import RESULTS, markdown, read
 
 from mlx_tq import TQFormat
 from mlx_tq.evaluate import MLX_LM, measured, read_rows, write_csv
 from mlx_tq.plots import REFERENCE, plot
 
-RESULTS = Path(__file__).parent / "results"
-
 
 def slots(path: Path) -> dict[str, str]:
     """Slots for one query head and for four, by format."""
-    if not path.exists():
+    rows = [r for r in read(path) if (r["kernel"], r["head_dim"]) == ("attend", "128")]
+    if not rows:
         return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [r for r in csv.DictReader(file) if (r["kernel"], r["head_dim"]) == ("attend", "128")]
     by_group = {(row["format"], row["group"]): row["slots"] for row in rows}
     return {name: f"{by_group[name, '1']} / {by_group[name, '4']}" for name in TQFormat.presets()}
 
 
-def markdown(rows: list[dict], cost: dict[str, str]) -> str:
+def table(rows: list[dict], cost: dict[str, str]) -> str:
     """One line for each preset, mlx-lm's quantised caches and the model's own cache run a second time."""
     found = {row["format"]: row for row in rows}
     named = TQFormat.presets()
     heads = ["format", "bits per element, head_dim 64 / 128", "KL, nats", "top-1", "copy top-1"]
     heads += ["slots, 1 / 4 heads"] * bool(cost) + ["contents"]
-    lines = [heads, ["---"] * len(heads)]
+    lines = [heads]
     for name in (*named, *MLX_LM, REFERENCE):
         if name not in found:
             continue
@@ -47,7 +45,7 @@ def markdown(rows: list[dict], cost: dict[str, str]) -> str:
             bits = " / ".join(f"{named[name].bits_per_element(dim):.2f}" for dim in (64, 128))
         line = [f"`{name}`", bits, f"{row['kl_mean']:.4f}", f"{row['top1']:.1%}", f"{row['copy_top1']:.1%}"]
         lines.append(line + [cost.get(name, "-")] * bool(cost) + [row["about"]])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -63,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     numbers = [row for row in rows if measured(row)]
     if not numbers:
         sys.exit(f"error: {str(args.json)!r} has no results: `mlx-tq eval --out` writes them")
-    print(markdown(numbers, slots(RESULTS / "agx.csv")))
+    print(table(numbers, slots(RESULTS / "agx.csv")))
     for device in dict.fromkeys(f"{row['device']}, {row['dtype']}, mlx {row['mlx']}" for row in numbers):
         print(f"\nmeasured on {device}", file=sys.stderr)
     if args.write is not None:

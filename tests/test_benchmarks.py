@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 from tiny_llama import byte_tokens, tiny_model
 
+from mlx_tq import evaluate
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are not here")
 
@@ -57,3 +59,17 @@ def test_generation_is_timed_over_caches_of_one_length(script):
     for _ in range(2):
         generation.run(model, caches, 2)
         assert [cache.offset for cache in caches] == [600, 600]
+
+
+def test_the_table_of_the_formats(script, tmp_path, capsys):
+    numbers = {"kl_mean": 0.00123, "top1": 0.98, "copy_top1": 0.997, "bits_per_element": 4.5, "settings": "x"}
+    about = {"about": "4 bits", "device": "cpu", "dtype": "float32", "mlx": "1", "model": "tiny"}
+    rows = [about | numbers | {"format": name} for name in ("mlx-lm-4", "k4v4", "k4v4:sinks=4")]
+    rows.append(about | {"format": "mlx-lm-8", "skipped": "no such operation", "settings": "y"})
+    file = tmp_path / "quality.json"
+    evaluate.write_rows(file, rows)
+    assert script("quality").main(["--json", str(file)]) == 0
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[2:]] == ["`k4v4`", "`mlx-lm-4`"]
+    assert lines[2][1:5] == ["4.25 / 4.12", "0.0012", "98.0%", "99.7%"]
+    assert lines[3][1] == "4.50" and lines[3][-1] == "4 bits"

@@ -2,8 +2,7 @@
 
 import csv
 import json
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from importlib.util import find_spec
 
 import mlx.core as mx
 import numpy as np
@@ -494,23 +493,3 @@ def test_the_subcommand(capsys):
         cli.main(["eval", "--help"])
     assert stopped.value.code == 0
     assert "usage: mlx-tq eval" in capsys.readouterr().out
-
-
-def test_the_table_of_the_readme(tmp_path, capsys):
-    path = Path(__file__).parents[1] / "benchmarks" / "quality.py"
-    if not path.exists():
-        pytest.skip("the benchmarks are not here")
-    spec = spec_from_file_location("quality", path)
-    quality = module_from_spec(spec)
-    spec.loader.exec_module(quality)
-    numbers = {"kl_mean": 0.00123, "top1": 0.98, "copy_top1": 0.997, "bits_per_element": 4.5, "settings": "x"}
-    about = {"about": "4 bits", "device": "cpu", "dtype": "float32", "mlx": "1", "model": "tiny"}
-    rows = [about | numbers | {"format": name} for name in ("mlx-lm-4", "k4v4", "k4v4:sinks=4")]
-    rows.append(about | {"format": "mlx-lm-8", "skipped": "no such operation", "settings": "y"})
-    file = tmp_path / "quality.json"
-    evaluate.write_rows(file, rows)
-    assert quality.main(["--json", str(file)]) == 0
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines[2:]] == ["`k4v4`", "`mlx-lm-4`"]
-    assert lines[2][1:5] == ["4.25 / 4.12", "0.0012", "98.0%", "99.7%"]
-    assert lines[3][1] == "4.50" and lines[3][-1] == "4 bits"
