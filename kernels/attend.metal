@@ -4,7 +4,7 @@
 // lane the score of one key, for the softmax; values are read as keys are. A decoded row serves all R query rows.
 
 constexpr int C = chunk(D), LK = lanes(D), CV = chunk(DV), LV = lanes(DV);
-constexpr int LAZY = 4, RENEW = 8;  // scores may exceed the maximum by so much; blocks after which sums are renewed
+constexpr int RENEW = 8;  // blocks after which sums are renewed
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
 

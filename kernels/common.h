@@ -6,6 +6,8 @@
 
 constant constexpr float LOG2E = 1.44269504088896340736f;
 constant constexpr float LOWEST = -3.402823466e+38f;
+// Scores may exceed the maximum that weights refer to by so much, base 2: weights up to 16.
+constant constexpr float LAZY = 4.0f;
 // 16 in a format's bits means rows that are not coded.
 constant constexpr int RAW = 16;
 

@@ -1,5 +1,5 @@
-// Goes behind common.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16 and
-// transpose_8x8, which stand for instructions of NVIDIA GPUs.
+// Goes behind common.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16
+// and transpose_8x8, which stand for instructions of NVIDIA GPUs.
 
 // What sums of products of field_pair must be multiplied by.
 constant constexpr float CODE_UNIT = 16777216.0f;
@@ -132,7 +132,6 @@ TQ_FUNC float over_tokens_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(16));
 }
 
-constant constexpr float LAZY = 4.0f;  // in powers of two: weights up to 16
 constant constexpr float MOST_GAIN = 1e36f;  // finite, so that a weight of 0 stays 0
 
 // The largest of a lane's 8 numbers in each of its two columns.
