@@ -25,7 +25,7 @@ from attention import commit, conditions
 import mlx_tq
 from mlx_tq.loading import attention_path, load, new_file, positive, write_csv
 
-LENGTHS = (1024, 8192, 32768, 131072)
+LENGTHS = (256, 1024, 8192, 32768, 131072)
 CHUNK = 8192
 OWN = "mlx-lm"
 LLAMA_8B = {
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["smollm2", "llama-8b"], help="default: smollm2 llama-8b")
     parser.add_argument(
-        "--lengths", nargs="+", type=positive, default=LENGTHS, help="tokens held (default: 1k to 131k)"
+        "--lengths", nargs="+", type=positive, default=LENGTHS, help="tokens held (default: 256 to 131,072)"
     )
     parser.add_argument("--format", default="default", help="preset (default: %(default)s)")
     parser.add_argument("--tokens", type=positive, default=64, help="tokens of a round (default: %(default)s)")

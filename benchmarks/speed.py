@@ -65,7 +65,7 @@ def attention_picture(plt, rows: list[dict]):
             axes.plot(cached, bound, ":", color=colour, label=f"its bytes at {bandwidth / 1e12:.1f} TB/s")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(cached, [f"{n // 1024}k" for n in cached])
+    axes.set_xticks(cached, map(short, cached))
     axes.set_xlabel("tokens held")
     axes.set_ylabel("µs for one query")
     shape = ", ".join(f"{label} {rows[0][key]}" for key, label in (("n_heads", "heads"), ("n_kv_heads", "KV heads")))
@@ -73,6 +73,10 @@ def attention_picture(plt, rows: list[dict]):
     axes.grid(True, which="both", alpha=0.25)
     axes.legend()
     return figure
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
 def generation_picture(plt, rows: list[dict]):
@@ -85,7 +89,7 @@ def generation_picture(plt, rows: list[dict]):
         for key, colour, label in (("ours", "tab:blue", "mlx-tq"), ("own", "tab:orange", "mlx-lm's cache")):
             axes.plot(cached, [float(r[f"{key}_tps"]) for r in mine], "o-", color=colour, label=label)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(cached, [f"{n // 1024}k" for n in cached])
+        axes.set_xticks(cached, map(short, cached))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens held")
         axes.set_ylabel("tokens per second")

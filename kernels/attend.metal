@@ -3,7 +3,7 @@
 // The tokens are walked 32 at a time. LK lanes share a key, C coordinates each; a transposing butterfly then gives each
 // lane the score of one key, for the softmax; values are read as keys are. A decoded row serves all R query rows.
 
-constexpr int C = chunk(D), LK = lanes(D), CV = chunk(DV), LV = lanes(DV);
+constexpr int C = chunk(D), LK = lanes(D), CV = chunk(DV), LV = lanes(DV), MAX_D = D > DV ? D : DV;
 constexpr int RENEW = 8;  // blocks after which sums are renewed
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
@@ -14,22 +14,27 @@ const int kv_head = threadgroup_position_in_grid.y, batch = threadgroup_position
 const int tile = item % tiles, split = item / tiles;
 const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of tokens
 
-threadgroup float scratch[NSG * R * D];
+threadgroup float scratch[NSG * R * MAX_D];
 threadgroup float levels[32];
 if (sg == 0) levels[lane] = consts[8 + lane];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (split >= splits) return;
 
-// Read the queries, rotate them, and keep this lane's coordinates.
-threadgroup float* rotated = scratch + sg * R * D;
+// Where the tokens of this batch row are. Offsets within a sequence have 32 bits, those of sequences 64.
+const Tokens tokens = tokens_of(params + 16 + batch * 8);
+const int pad = tokens.pad, first = tokens.first, n_packed = tokens.packed, n_exact = tokens.exact;
+const Range blocks = range_of(split, tokens);
+const bool coded = blocks.coded;
+
+// Read the queries, rotate them for codes, and keep this lane's coordinates.
+threadgroup float* queries = scratch + sg * R * MAX_D;
 const int first_row = tile * R, rows = G * L;
 for (int r = 0; r < R; ++r) {
-  const int row = min(first_row + r, rows - 1);
-  const size_t head = batch * size_t(params[12]) * G + kv_head * G + row % G;
-  device const T* from = query + (head * L + row / G) * D;
-  for (int i = lane; i < D; i += 32) rotated[r * D + i] = float(from[i]) * k_signs[i] * consts[0];
-  hadamard<D>(rotated + r * D, k_mix, lane);
+  device const T* from = query_row(query, slot, min(first_row + r, rows - 1), G, L, D);
+  for (int i = lane; i < D; i += 32) queries[r * D + i] = float(from[i]) * consts[0];
+  if (coded && KB != RAW) rotate_row<D>(queries + r * D, k_signs, k_mix, consts[4], lane);
 }
+simdgroup_barrier(mem_flags::mem_threadgroup);
 const int kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
 const int k_chunk = min(kl, D / C - 1), v_chunk = min(vl, DV / CV - 1);
 const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
@@ -39,7 +44,7 @@ for (int r = 0; r < R; ++r) {
   float sum = 0.0f;
 #pragma unroll
   for (int e = 0; e < C; ++e) {
-    const float y = rotated[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
+    const float y = queries[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
     sum += x;
     q[r * C + e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
   }
@@ -49,25 +54,30 @@ float q_jl[QJL ? R * C : 1];
 if (QJL) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (int r = 0; r < R; ++r) {
-    for (int i = lane; i < D; i += 32) rotated[r * D + i] *= k_jl_signs[i] * consts[2];
-    hadamard<D>(rotated + r * D, k_mix, lane);
+    for (int i = lane; i < D; i += 32) queries[r * D + i] *= k_jl_signs[i] * consts[2];
+    hadamard<D>(queries + r * D, k_mix, lane);
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     float sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < C; ++e) {
-      const float y = rotated[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
+      const float y = queries[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
       sum += x;
       q_jl[QJL ? r * C + e : 0] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
     }
     start_sum[QJL ? R + r : 0] = -sum;  // a bit that is not set counts -1
   }
 }
+if (CENTERED && coded) {  // means are not rotated
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int r = 0; r < R; ++r) {
+    device const T* from = query_row(query, slot, min(first_row + r, rows - 1), G, L, D);
+    for (int i = lane; i < D; i += 32) queries[r * D + i] = float(from[i]) * consts[0];
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
 
-// Where the tokens of this batch row are. Offsets within a sequence have 32 bits, those of sequences 64.
-const int pad = params[16 + batch * 4], first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
-const int n_exact = first + params[19 + batch * 4];
 const size_t at_packed = slot * capacity, at_exact = slot * exact_capacity;
 const auto k_rows = k_codes + at_packed * row_size(D, KB);
 const auto v_rows = v_codes + at_packed * row_size(DV, VB);
@@ -78,12 +88,7 @@ const auto k_scales = k_scale + at_packed;
 const auto k_residuals = k_residual + at_packed;
 const auto v_scales = v_scale + at_packed;
 
-// Packed blocks are dealt out from the first split on, exact ones, which take longer, from the last.
-const int packed_blocks = (n_packed + 31) / 32, exact_blocks = (n_exact + 31) / 32;
-const int share = (packed_blocks + splits - 1) / splits, exact_share = (exact_blocks + splits - 1) / splits;
-const int begin = split * share, coded_end = max(begin, min(begin + share, packed_blocks));
-const int exact_begin = (splits - 1 - split) * exact_share, exact_end = min(exact_begin + exact_share, exact_blocks);
-const int end = coded_end + max(0, exact_end - exact_begin);
+const int live = coded ? n_packed : n_exact;
 const int last_seen = columns - L + min(first_row + R - 1, rows - 1) / G;
 
 // Weights are multiples of exp2(score - top). `excess` is this lane's part of what the offset of the codes adds to the
@@ -97,12 +102,11 @@ for (int r = 0; r < R; ++r) {
   for (int e = 0; e < CV; ++e) acc[r * CV + e] = 0.0f;
 }
 
-for (int block = begin; block < end; ++block) {
-  const bool coded = block < coded_end;
-  const int start = (coded ? block : exact_begin + block - coded_end) * 32, live = coded ? n_packed : n_exact;
+for (int block = blocks.begin; block < blocks.end; ++block) {
+  const int start = block * 32;
   const int token = start + int(lane);
   const int column = pad + (coded ? first + token : token < first ? token : n_packed + token);
-  if (MASK == 1 && pad + (coded ? first + start : start < first ? start : n_packed + start) > last_seen) continue;
+  if (MASK == 1 && pad + (coded ? first + start : start < first ? start : n_packed + start) > last_seen) break;
 
   // Scores: this lane ends up with that of `token`. Packed rows may be read past the live ones, to a multiple of 32.
   float score[R];
@@ -134,11 +138,16 @@ for (int block = begin; block < end; ++block) {
     }
   }
   if (CENTERED && coded) {
-    if (block == begin || start % PAGE == 0) {
-      float x[C];
-      load_exact<C, KB, LLOYD, DENORMAL>(k_mean + (slot * mean_pages + start / PAGE) * D, k_chunk, x);
+    if (block == blocks.begin || start % PAGE == 0) {
+      const auto mean = k_mean + (slot * mean_pages + start / PAGE) * D;
 #pragma unroll
-      for (int r = 0; r < R; ++r) mean_score[r] = group_sum<LK>(dot<C>(q + r * C, x, 0.0f));
+      for (int r = 0; r < R; ++r) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0, i = lane; n < (D + 31) / 32; ++n, i += 32)
+          if (D % 32 == 0 || i < D) sum = fma(queries[r * D + i], float(mean[i]), sum);
+        mean_score[r] = simd_sum(sum);
+      }
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) score[r] += mean_score[r];
@@ -206,24 +215,26 @@ for (int block = begin; block < end; ++block) {
   }
 }
 
-// Add up the lanes and write, still rotated.
+// Add up the lanes, rotate back what codes gave, and write.
+simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
 for (int r = 0; r < R; ++r) {
   const float total = simd_sum(denominator[r]), offset = group_sum<LV>(excess[r]);
-  const int row = first_row + r;
-  const size_t at = ((slot * rows + row) * splits + split);
 #pragma unroll
   for (int e = 0; e < CV; ++e) {
     float x = fma(acc[r * CV + e], coordinate_scale<VB, LLOYD, DENORMAL>(e), -offset);
     for (int w = LV; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
-    acc[r * CV + e] = x;
+    if (vg == 0 && vl * CV < DV) queries[r * DV + vl * CV + e] = x;
   }
-  if (vg == 0 && vl * CV < DV && row < rows) {
-#pragma unroll
-    for (int e = 0; e < CV; ++e) partial[at * DV + vl * CV + e] = acc[r * CV + e];
-  }
-  if (lane == 0 && row < rows) {
+  const size_t at = (slot * rows + first_row + r) * splits + split;
+  if (lane == 0 && first_row + r < rows) {
     softmax[at * 2] = top[r];
     softmax[at * 2 + 1] = total;
   }
+}
+simdgroup_barrier(mem_flags::mem_threadgroup);
+for (int r = 0; r < min(R, rows - first_row); ++r) {
+  if (coded && VB != RAW) rotate_row_back<DV>(queries + r * DV, v_signs, v_mix, consts[3], lane);
+  const size_t at = (slot * rows + first_row + r) * splits + split;
+  for (int i = lane; i < DV; i += 32) partial[at * DV + i] = queries[r * DV + i];
 }

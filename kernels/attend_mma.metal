@@ -10,7 +10,6 @@ constexpr int C = D / 4, CV = DV / 8;  // coordinates of a key, and of a value, 
 constexpr int KF = 16 / field_width(KB), VF = 16 / field_width(VB);  // fields of half a word
 constexpr int KW = C / (2 * KF), VW = CV < 2 * VF ? 1 : CV / (2 * VF);  // words that they lie in
 constexpr int STEPS = D / 16, TILES = DV / 16, PAIRS = CV / 2;
-constexpr int EXACT_COST = 2;  // what a block of exact rows takes, in packed blocks
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
 
@@ -21,15 +20,15 @@ const int tile = threadgroup_position_in_grid.x % tiles, split = threadgroup_pos
 const int first_row = tile * 8, rows = G * L;
 const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of tokens
 
-// First the rotated queries and behind them their fragments, in the end the sums of all simdgroups.
+// First the rotated queries and behind them fragments of the plain ones, in the end the sums of all simdgroups.
 constexpr int ROTATED = 8 * D, FRAGMENTS = STEPS * 128, SUMS = NSG * DV * 8;
 threadgroup float scratch[ROTATED + FRAGMENTS > SUMS ? ROTATED + FRAGMENTS : SUMS];
-threadgroup float row_unit[8], start_sum[8], tops[NSG * 8], totals[NSG * 8];
+threadgroup float row_unit[8], plain_unit[8], start_sum[8], tops[NSG * 8], totals[NSG * 8];
 threadgroup float* rotated = scratch;
 threadgroup float* fragments = scratch + ROTATED;
 
-const int pad = params[16 + batch * 4], first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
-const int n_exact = first + params[19 + batch * 4];
+const Tokens tokens = tokens_of(params + 16 + batch * 8);
+const int pad = tokens.pad, first = tokens.first, n_packed = tokens.packed, n_exact = tokens.exact;
 const size_t at_packed = slot * capacity;
 // Where this lane reads the first block of keys, values and scales.
 constexpr int K_ROW = row_words(D, field_width(KB)) * 4, V_ROW = row_words(DV, field_width(VB)) * 4;  // bytes
@@ -43,62 +42,61 @@ device const uchar* k_scales = (device const uchar*)(k_scale + k_token);
 device const uchar* v_scales = (device const uchar*)(v_scale + k_token);
 const auto k_means = k_mean + (CENTERED ? slot * mean_pages * D : 0);
 
-// Packed blocks are dealt out from the first simdgroup on, exact ones from the last, which get EXACT_COST fewer packed
-// blocks for each.
-const int packed_blocks = (n_packed + 31) / 32, exact_blocks = (n_exact + 31) / 32;
-const int workers = splits * NSG, worker = split * NSG + sg;
-const int share = (packed_blocks + EXACT_COST * exact_blocks + workers - 1) / workers;
-const int exact_share = (exact_blocks + workers - 1) / workers, exact_begin = (workers - 1 - worker) * exact_share;
-const int exact_end = min(exact_begin + exact_share, exact_blocks), cost = min(EXACT_COST, share / max(1, exact_share));
-const int begin = worker * share - cost * max(0, exact_blocks - exact_begin - exact_share);
-const int coded_end = min(begin + share - cost * max(0, exact_end - exact_begin), packed_blocks);
+const Range blocks = range_of(split * NSG + sg, tokens);
+const int begin = blocks.begin, coded_end = blocks.coded ? blocks.end : begin;
 const int last_seen = columns - L + min(first_row + 7, rows - 1) / G;
 
 // The words of a block are read while the one before it is worked on, of the first block while queries are rotated.
-uint k_words[4 * KW], k_bits[4 * KW], v_words[8 * VW], v_bits[8], k_scale_words[2], v_scale_words[2];
+uint k_words[4 * KW], k_bits[4 * KW], v_words[8 * VW], v_bits[8];
 if (begin < coded_end) {
   const int start = begin * 32;
   load_keys<D, KB>(k_rows + start * K_ROW, k_planes + start * K_PLANE, k_words, k_bits);
-  load_part<64>(k_scales + start * 2, k_scale_words);
   load_values<DV, VB>(v_rows + start * V_ROW, v_planes + start * V_PLANE, v_words, v_bits);
-  load_part<64>(v_scales + start * 2, v_scale_words);
 }
 
 // Scores of packed rows without mask and cap are in base 2 from the start.
 constexpr bool PLAIN = MASK == 0 && !SOFTCAP;
 constexpr float BASE = PLAIN ? LOG2E : 1.0f;
 
-// Rotate the queries. Each row is divided by a power of two, row_unit, that brings it into the middle of float16.
+// Queries as they came for exact rows and means, rotated for codes. Each row is divided by a power of two, plain_unit and
+// row_unit, that brings it into the middle of float16. Fragments of the plain ones have two parts that add up to more
+// digits.
 for (int r = sg; r < 8; r += NSG) {
-  const int row = first_row + r;
-  if (row >= rows) {
-    for (int i = lane; i < D; i += 32) rotated[r * D + i] = 0.0f;
-    if (lane == 0) row_unit[r] = start_sum[r] = 0.0f;
-    continue;
-  }
-  const size_t head = batch * size_t(params[12]) * G + kv_head * G + row % G;
-  device const T* from = query + (head * L + row / G) * D;
+  const bool there = first_row + r < rows;
+  device const T* from = query_row(query, slot, there ? first_row + r : 0, G, L, D);
   threadgroup float* y = rotated + r * D;
-  for (int i = lane; i < D; i += 32) y[i] = float(from[i]) * k_signs[i] * consts[0];
-  hadamard<D>(y, k_mix, lane);
   float largest = 0.0f, sum = 0.0f;
+  for (int i = lane; i < D; i += 32) {
+    y[i] = there ? float(from[i]) * consts[0] : 0.0f;
+    largest = max(largest, abs(y[i]));
+  }
+  const int plain = middle_exponent(simd_max(largest));
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int p = lane; p < D / 2; p += 32) {
+    const float low = y[2 * p] * power_of_two(-plain), high = y[2 * p + 1] * power_of_two(-plain);
+    threadgroup float* to = fragments + p / 8 * 128 + p / 4 % 2 * 32 + 4 * r + p % 4;
+    to[0] = as_type<float>(pair_of<T>(low, high));
+    to[64] = as_type<float>(pair_of<T>(low - float(T(low)), high - float(T(high))));
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  rotate_row<D>(y, k_signs, k_mix, consts[4], lane);
+  largest = 0.0f;
   for (int i = lane; i < D; i += 32) {
     largest = max(largest, abs(y[i]));
     sum += y[i];
   }
-  largest = simd_max(largest);
+  const int exponent = middle_exponent(simd_max(largest));
   sum = simd_sum(sum);
-  const int exponent = clamp(int(as_type<uint>(largest) >> 23) - 127, -100, 100) - 13;
-  for (int i = lane; i < D; i += 32) y[i] *= as_type<float>(uint(127 - exponent) << 23);
+  for (int i = lane; i < D; i += 32) y[i] *= power_of_two(-exponent);
   if (lane == 0) {
-    row_unit[r] = as_type<float>(uint(127 + exponent) << 23);
+    plain_unit[r] = power_of_two(plain);
+    row_unit[r] = power_of_two(exponent);
     start_sum[r] = -sum * (code_offset<KB, false>() * BASE);  // makes the codes symmetric
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-// Fragments of the queries: for codes in registers, each less the share that the next field of its byte brings along; for
-// uncoded rows in two parts that add up to more digits.
+// Fragments of the rotated queries, each less the share that the next field of its byte brings along.
 uint q[STEPS * 2];
 #pragma unroll
 for (int s = 0; s < STEPS; ++s) {
@@ -110,13 +108,6 @@ for (int s = 0; s < STEPS; ++s) {
     const bool alone = KB == 3 || place + field_width(KB) == 8;
     q[2 * s + i] = pair_of<float16_t>(
         y[0] * factor - (alone ? 0.0f : y[1] * next), y[KF] * factor - (alone ? 0.0f : y[KF + 1] * next));
-  }
-}
-for (int s = sg; s < STEPS; s += NSG) {
-  for (int i = 0; i < 2; ++i) {
-    const float low = rotated[g * D + 16 * s + 8 * i + 2 * t], high = rotated[g * D + 16 * s + 8 * i + 2 * t + 1];
-    fragments[s * 128 + i * 32 + lane] = as_type<float>(pair_of<T>(low, high));
-    fragments[s * 128 + i * 32 + 64 + lane] = as_type<float>(pair_of<T>(low - float(T(low)), high - float(T(high))));
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -147,9 +138,13 @@ for (int block = begin; block < coded_end; ++block) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      mean_scores[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i] * (row_unit[2 * t + i % 2] * BASE);
+      mean_scores[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i] * (plain_unit[2 * t + i % 2] * BASE);
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
+
+  uint k_scale_words[2], v_scale_words[2];
+  load_part<64>(k_scales + start * 2, k_scale_words);
+  load_part<64>(v_scales + start * 2, v_scale_words);
 
   // Scores of token 4 g + i in score[2 i] and score[2 i + 1].
   float score[8];
@@ -175,7 +170,6 @@ for (int block = begin; block < coded_end; ++block) {
     mean_score[i] = CENTERED ? mean_scores[at * 8 + 2 * t + i] : 0.0f;
   }
   scales_of(k_scale, k_scale_words, factor);
-  load_part<64>(k_scales + next * 2, k_scale_words);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     score[i] = fma(factor[i / 2], fma(score[i], unit[i % 2], sum[i % 2]), mean_score[i % 2]);
@@ -225,7 +219,6 @@ for (int block = begin; block < coded_end; ++block) {
     }
   }
   load_values<DV, VB>(v_rows + next * V_ROW, v_planes + next * V_PLANE, v_words, v_bits);
-  load_part<64>(v_scales + next * 2, v_scale_words);
 }
 
 // From here on the accumulators are plain numbers, each without the fields below it.
@@ -241,7 +234,7 @@ for (int i = TILES * 4 - 1; i >= 0; --i) {
 // may hold anything, so none of those is read.
 device const T* k_kept = k_exact + slot * exact_capacity * D;
 device const T* v_kept = v_exact + slot * exact_capacity * DV;
-for (int block = exact_begin; block < exact_end; ++block) {
+for (int block = coded_end; block < blocks.end; ++block) {
   const int start = block * 32;
   if (MASK == 1 && pad + (start < first ? start : n_packed + start) > last_seen) break;
   float score[8];
@@ -256,7 +249,7 @@ for (int block = exact_begin; block < exact_end; ++block) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int token = start + 8 * (i / 2) + g, row = min(first_row + 2 * t + i % 2, rows - 1);
-    float s = score[i] * row_unit[2 * t + i % 2];
+    float s = score[i] * plain_unit[2 * t + i % 2];
     const bool seen = see<MASK, SOFTCAP>(
         s, token < n_exact, row, pad + (token < first ? token : n_packed + token), mask, batch, kv_head, params,
         consts[1]);
@@ -295,8 +288,8 @@ for (int block = exact_begin; block < exact_end; ++block) {
   }
 }
 
-// Add up the simdgroups and write, still rotated. Row r of 8 columns lies at 8 r in scratch, its columns shuffled so
-// that neither writing nor reading meets a bank twice.
+// Add up the simdgroups. Row r of 8 columns lies at 8 r in scratch, its columns shuffled so that neither writing nor
+// reading meets a bank twice.
 if (g == 0) {
   tops[sg * 8 + 2 * t] = top[0];
   tops[sg * 8 + 2 * t + 1] = top[1];
@@ -315,12 +308,30 @@ for (int i = 0; i < 2; ++i) {
   if (g == 0) totals[sg * 8 + column] = denominator[i] * shrink;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
+constexpr int N = DV / (4 * NSG);  // sums of a lane
+const int coders = clamp(tokens.coders - split * NSG, 0, NSG), columns_here = min(8, rows - first_row);
+float coded_sum[N], exact_sum[N];
+#pragma unroll
+for (int n = 0; n < N; ++n) {
+  const int i = (n * NSG + sg) * 32 + lane, column = i / DV, d = i % DV, r = d % CV;
+  const int from = (8 * r + d / CV) * 8 + (column ^ (r & 7));
+  coded_sum[n] = exact_sum[n] = 0.0f;
+  for (int m = 0; m < NSG; ++m) (m < coders ? coded_sum[n] : exact_sum[n]) += scratch[m * DV * 8 + from];
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+// Rotate back what codes gave, and write.
+#pragma unroll
+for (int n = 0; n < N; ++n) scratch[(n * NSG + sg) * 32 + lane] = coded_sum[n];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int column = sg; column < (coders > 0 ? columns_here : 0); column += NSG)
+  rotate_row_back<DV>(scratch + column * DV, v_signs, v_mix, consts[3], lane);
+threadgroup_barrier(mem_flags::mem_threadgroup);
 const size_t out_row = slot * rows + first_row;
-for (int i = sg * 32 + lane; i < 8 * DV; i += NSG * 32) {
-  const int column = i / DV, d = i % DV, r = d % CV, from = (8 * r + d / CV) * 8 + (column ^ (r & 7));
-  float sum = 0.0f;
-  for (int n = 0; n < NSG; ++n) sum += scratch[n * DV * 8 + from];
-  if (first_row + column < rows) partial[((out_row + column) * splits + split) * DV + d] = sum;
+#pragma unroll
+for (int n = 0; n < N; ++n) {
+  const int i = (n * NSG + sg) * 32 + lane, column = i / DV;
+  if (column < columns_here) partial[((out_row + column) * splits + split) * DV + i % DV] = scratch[i] + exact_sum[n];
 }
 if (sg == 0 && lane < 8 && first_row + int(lane) < rows) {
   float most = LOWEST, total = 0.0f;

@@ -80,21 +80,69 @@ TQ_FUNC void hadamard(threadgroup float* x, device const uint* mix, uint lane) {
   }
 }
 
+// A row less its rotation, and with it: y becomes RHT(y) and back. norm is 1 / sqrt(D).
+template <int D>
+TQ_FUNC void rotate_row(threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
+  for (int i = lane; i < D; i += 32) y[i] *= signs[i];
+  hadamard<D>(y, mix, lane);
+  for (int i = lane; i < D; i += 32) y[i] *= norm;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+template <int D>
+TQ_FUNC void rotate_row_back(
+    threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
+  hadamard<D>(y, mix, lane);
+  for (int i = lane; i < D; i += 32) y[i] *= norm * signs[i];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
 // A float as T; float16 saturates where finite values would overflow.
 template <typename T>
 TQ_FUNC T narrow(float x, float top) {
   return T(isfinite(x) ? min(max(x, -top), top) : x);
 }
 
-// Rotates a row into y, rounded to T as codec.rotate does.
-template <int D, typename T>
-TQ_FUNC void rotate_row(
-    device const T* row, device const float* signs, device const uint* mix, threadgroup float* y, float norm, float top,
-    uint lane) {
-  for (int i = lane; i < D; i += 32) y[i] = float(row[i]) * signs[i];
-  hadamard<D>(y, mix, lane);
-  for (int i = lane; i < D; i += 32) y[i] = float(narrow<T>(y[i] * norm, top));
-  simdgroup_barrier(mem_flags::mem_threadgroup);
+// ---------------------------------------------------------------- who reads which tokens
+
+// Query row `row` of a KV head: query `row / G` of head `row % G`.
+template <typename T>
+TQ_FUNC device const T* query_row(device const T* query, size_t slot, int row, int G, int L, int dim) {
+  return query + ((slot * G + row % G) * L + row / G) * dim;
+}
+
+// What `params` says of a batch row from `row` on.
+struct Tokens {
+  int pad, first, packed, exact;  // columns of padding; tokens: the first ones, those packed, all exact ones
+  int coders, packed_share, exact_share;
+};
+
+TQ_FUNC Tokens tokens_of(device const int* row) {
+  Tokens tokens;
+  tokens.pad = row[0];
+  tokens.first = row[1];
+  tokens.packed = row[2];
+  tokens.exact = row[1] + row[3];
+  tokens.coders = row[4];
+  tokens.packed_share = row[5];
+  tokens.exact_share = row[6];
+  return tokens;
+}
+
+// Blocks of 32 tokens that one of several workers reads: the first `coders` workers packed ones, the others exact ones.
+struct Range {
+  bool coded;
+  int begin, end;
+};
+
+TQ_FUNC Range range_of(int worker, Tokens tokens) {
+  Range range;
+  range.coded = worker < tokens.coders;
+  const int blocks = ((range.coded ? tokens.packed : tokens.exact) + 31) / 32;
+  const int share = range.coded ? tokens.packed_share : tokens.exact_share;
+  range.begin = min((range.coded ? worker : worker - tokens.coders) * share, blocks);
+  range.end = min(range.begin + share, blocks);
+  return range;
 }
 
 // ---------------------------------------------------------------- masks

@@ -1,4 +1,4 @@
-// Decodes keys and values of every column to dense rows in the original basis; one simdgroup a row.
+// Decodes keys and values of every column to dense rows; one simdgroup a row.
 
 constexpr int MAX_D = D > DV ? D : DV;
 const int columns = params[2], capacity = params[3], exact_capacity = params[4], mean_pages = params[7];
@@ -9,8 +9,8 @@ threadgroup float scratch[NSG * MAX_D];
 if (item >= n_rows) return;
 
 const int slot = item / columns, batch = slot / n_kv_heads;
-const int token = item % columns - params[16 + batch * 4];
-const int first = params[17 + batch * 4], n_packed = params[18 + batch * 4];
+const Tokens tokens = tokens_of(params + 16 + batch * 8);
+const int token = item % columns - tokens.pad, first = tokens.first, n_packed = tokens.packed;
 const bool coded = token >= first && token < first + n_packed;
 const int place = coded ? token - first : token < first ? token : token - n_packed;
 const size_t at = size_t(slot) * (coded ? capacity : exact_capacity) + max(place, 0);
@@ -29,24 +29,24 @@ if (threadgroup_position_in_grid.y == 0) {
     for (int i = lane; i < D; i += 32) {
       float x = coordinate<D, KB, LLOYD>(row, plane, consts + 8, i);
       if (QJL) x += weight * (y[i] * k_jl_signs[i]);
-      x *= scale;
-      if (CENTERED) x += float(k_mean[(size_t(slot) * mean_pages + place / PAGE) * D + i]);
-      y[i] = x;
+      y[i] = x * scale;
     }
+    if (KB != RAW) rotate_row_back<D>(y, k_signs, k_mix, consts[4], lane);
+    const size_t page = size_t(slot) * mean_pages + place / PAGE;
+    for (int i = lane; i < D; i += 32) y[i] += CENTERED ? float(k_mean[page * D + i]) : 0.0f;
   } else {
     for (int i = lane; i < D; i += 32) y[i] = token < 0 ? 0.0f : float(k_exact[at * D + i]);
   }
-  hadamard<D>(y, k_mix, lane);
-  for (int i = lane; i < D; i += 32) k_dense[size_t(item) * D + i] = KT(y[i] * consts[4] * k_signs[i]);
+  for (int i = lane; i < D; i += 32) k_dense[size_t(item) * D + i] = narrow<KT>(y[i], consts[5]);
 } else {
   if (coded) {
     const float scale = VB == RAW ? 1.0f : float(v_scale[at]);
     const auto row = v_codes + at * row_size(DV, VB);
     const auto plane = v_plane + at * row_words(DV, 1);
     for (int i = lane; i < DV; i += 32) y[i] = scale * coordinate<DV, VB, LLOYD>(row, plane, consts + 24, i);
+    if (VB != RAW) rotate_row_back<DV>(y, v_signs, v_mix, consts[3], lane);
   } else {
     for (int i = lane; i < DV; i += 32) y[i] = token < 0 ? 0.0f : float(v_exact[at * DV + i]);
   }
-  hadamard<DV>(y, v_mix, lane);
-  for (int i = lane; i < DV; i += 32) v_dense[size_t(item) * DV + i] = VT(y[i] * consts[3] * v_signs[i]);
+  for (int i = lane; i < DV; i += 32) v_dense[size_t(item) * DV + i] = narrow<VT>(y[i], consts[7]);
 }

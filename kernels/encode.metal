@@ -1,4 +1,4 @@
-// Quantises and packs new key and value rows, rotating them first if ROTATE; one simdgroup a row.
+// Rotates, quantises and packs new key and value rows, keys less the mean of their page if CENTERED; one simdgroup a row.
 
 constexpr int MAX_D = D > DV ? D : DV;
 const int L = params[1], mean_pages = params[7], n_rows = params[13];
@@ -13,17 +13,10 @@ if (threadgroup_position_in_grid.y == 0) {
     if (row == 0) write_nothing(k_words, k_scales, lane);
     return;
   }
-  device const T* from = keys + size_t(row) * D;
-  if (ROTATE) {
-    rotate_row<D>(from, k_signs, k_mix, y, consts[4], consts[5], lane);
-  } else {
-    for (int i = lane; i < D; i += 32) y[i] = float(from[i]);
-  }
-  if (CENTERED) {
-    const size_t page = size_t(row / L) * mean_pages + row % L / PAGE;
-    for (int i = lane; i < D; i += 32) y[i] -= float(k_mean[page * D + i]);
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
+  const size_t page = size_t(row / L) * mean_pages + row % L / PAGE;
+  for (int i = lane; i < D; i += 32)
+    y[i] = float(keys[size_t(row) * D + i]) - (CENTERED ? float(k_mean[page * D + i]) : 0.0f);
+  rotate_row<D>(y, k_signs, k_mix, consts[4], lane);
   quantise_row<D, KB == RAW ? 4 : KB, LLOYD, QJL, NORM>(
       y, k_jl_signs, k_mix, k_table, k_words + size_t(row) * encoded_words(D, KB, QJL),
       k_scales + size_t(row) * (QJL ? 2 : 1), consts[6], lane);
@@ -32,13 +25,8 @@ if (threadgroup_position_in_grid.y == 0) {
     if (row == 0) write_nothing(v_words, v_scales, lane);
     return;
   }
-  device const T* from = values + size_t(row) * DV;
-  if (ROTATE) {
-    rotate_row<DV>(from, v_signs, v_mix, y, consts[3], consts[7], lane);
-  } else {
-    for (int i = lane; i < DV; i += 32) y[i] = float(from[i]);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  for (int i = lane; i < DV; i += 32) y[i] = float(values[size_t(row) * DV + i]);
+  rotate_row<DV>(y, v_signs, v_mix, consts[3], lane);
   quantise_row<DV, VB == RAW ? 4 : VB, LLOYD, false, NORM>(
       y, k_jl_signs, v_mix, v_table, v_words + size_t(row) * encoded_words(DV, VB, false), v_scales + size_t(row),
       consts[6], lane);

@@ -1,4 +1,4 @@
-// Merges the partial results of one query row, rotates back and writes it; one threadgroup a row.
+// Merges the partial results of one query row; one threadgroup a row.
 
 const int G = params[0], L = params[1], splits = params[5];
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
@@ -42,11 +42,9 @@ if (sg > 0) return;
 
 denominator = SINKS ? exp2(sink - top) : 0.0f;
 for (int n = 0; n < NSG; ++n) denominator += denominators[n];
-const float norm = denominator == 0.0f ? 0.0f : consts[3] / denominator;  // a NaN stays, so that it shows
+const float norm = denominator == 0.0f ? 0.0f : 1.0f / denominator;  // a NaN stays, so that it shows
 for (int i = lane; i < DV; i += 32) {
   float sum = 0.0f;
   for (int n = 0; n < NSG; ++n) sum += sums[n * DV + i];
-  sums[i] = sum * norm;
+  out[size_t(item) * DV + i] = T(sum * norm);
 }
-hadamard<DV>(sums, v_mix, lane);
-for (int i = lane; i < DV; i += 32) out[size_t(item) * DV + i] = T(sums[i] * v_signs[i]);

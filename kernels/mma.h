@@ -1,6 +1,11 @@
 // Goes behind common.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16
 // and transpose_8x8, which stand for instructions of NVIDIA GPUs.
 
+// Exponent of a power of two that brings numbers up to `largest` into the middle of float16 where they are divided by it.
+TQ_FUNC int middle_exponent(float largest) { return clamp(int(as_type<uint>(largest) >> 23) - 127, -100, 100) - 13; }
+
+TQ_FUNC float power_of_two(int exponent) { return as_type<float>(uint(127 + exponent) << 23); }
+
 // What sums of products of field_pair must be multiplied by.
 constant constexpr float CODE_UNIT = 16777216.0f;
 
@@ -90,12 +95,12 @@ TQ_FUNC void load_values(device const uchar* rows, device const uchar* planes, t
 }
 
 // Adds the products of 16 rows with the queries; this lane reads parts of the rows `low` (row g) and `high` (g + 8).
-// BATCH steps wait for memory together.
+// BATCH steps wait for memory together, and no more: unrolled, all would, which takes the registers of a threadgroup.
 template <int STEPS, int BATCH, typename T, typename P>
 TQ_FUNC void plain_scores(P low, P high, threadgroup const float* fragments, uint lane, thread float* score) {
   device const uint* a = (device const uint*)low + lane % 4;
   device const uint* b = (device const uint*)high + lane % 4;
-#pragma unroll
+#pragma unroll 1
   for (int from = 0; from < STEPS; from += BATCH) {
     uint rows[BATCH * 4];
 #pragma unroll

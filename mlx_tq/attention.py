@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import isfinite
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ def attention(
     sinks: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
-    """softmax(scale * q keys^T + mask) values, straight from the packed rows.
+    """softmax(scale * q keys^T + mask) values, straight from the packed rows; by MLX itself while none is packed.
 
     Shapes: q `(B, n_heads, L, D)` float16, bfloat16 or float32; keys D wide and values Dv wide, n_heads a multiple of
     n_kv_heads; the result is `(B, n_heads, L, Dv)` in q's dtype. S is the length of keys and values.
@@ -46,11 +47,25 @@ def attention(
     """
     _check(q, keys, values, scale, mask, sinks, softcap)
     why = _ops_reason(keys, values)
-    if why is None and q.size:
-        return kernels.attend(q, keys, values, scale, mask, sinks, softcap)
     if keys.fused == "require" and why is not None:
         raise ValueError(f'fused="require", but {why}')
+    if _is_usual(q, keys, values, mask, sinks, softcap):
+        k, v = keys.plain, values.plain
+        if k is not None and v is not None:
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    if why is None and q.size:
+        return kernels.attend(q, keys, values, scale, mask, sinks, softcap)
     return ops_attention(q, keys, values, scale, mask, sinks, softcap)
+
+
+def _is_usual(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap) -> bool:
+    """Whether MLX's own attention means the same by these arguments, and takes them as a model gives them."""
+    return (
+        q.dtype == keys.dtype == values.dtype
+        and (mask is None or (isinstance(mask, str) and q.shape[2] <= keys.layout.length))
+        and (sinks is None or sinks.dtype == q.dtype)
+        and softcap is None
+    )
 
 
 def _ops_reason(keys: PackedRows, values: PackedRows) -> str | None:
@@ -104,7 +119,8 @@ def explain(keys, values: PackedRows | None = None) -> str:
         got = f"{type(keys).__name__} and {type(values).__name__}"
         raise ValueError(f"keys and values must be PackedRows, or keys a cache or a list of caches, got {got}")
     why = _ops_reason(keys, values)
-    return f"kernels ({kernels.backend()})" if why is None else f"MLX ops: {why}"
+    path = f"kernels ({kernels.backend()})" if why is None else f"MLX ops: {why}"
+    return path if keys.plain is None else f"MLX's own attention until tokens are packed, then {path}"
 
 
 def _check(q, keys, values, scale, mask, sinks, softcap) -> None:
@@ -150,10 +166,10 @@ def _is_finite(x) -> bool:
 
 
 def _segments(keys: PackedRows, values: PackedRows, block: int):
-    """Yields (columns `(B, n)`, live `(B, n)`, load) of every block of tokens.
+    """Yields (columns `(B, n)`, live `(B, n)`, packed, load) of every block of tokens.
 
-    `columns` says where each token stands in the attention matrix, `live` whether it exists, and load(rows) gives its
-    rotated row, float32 `(B, n_kv_heads, n, D)`.
+    `columns` says where each token stands in the attention matrix, `live` whether it exists, `packed` whether the
+    tokens are packed, and load(rows) gives their regions then, else their exact rows `(B, n_kv_heads, n, D)`.
     """
     layout = keys.layout
     pad, first, packed, recent = (
@@ -165,19 +181,15 @@ def _segments(keys: PackedRows, values: PackedRows, block: int):
         stop = min(start + block, int(packed.max()))
         token = np.arange(start, stop)[None]
 
-        def load(rows, start=start, stop=stop):
-            regions = live_regions(rows, start, stop)
-            return dequantise(regions, rows.format, rows.kind, rows.dim, rows.signs[1])
-
-        yield pad + first + token, token < packed, load
+        yield pad + first + token, token < packed, True, partial(live_regions, start=start, stop=stop)
     for start in range(0, int((first + recent).max()), block):
         stop = min(start + block, int((first + recent).max()))
         token = np.arange(start, stop)[None]
 
         def load(rows, start=start, stop=stop):
-            return rows.exact[:, :, start:stop].astype(mx.float32)
+            return rows.exact[:, :, start:stop]
 
-        yield pad + np.where(token < first, token, packed + token), token < first + recent, load
+        yield pad + np.where(token < first, token, packed + token), token < first + recent, False, load
 
 
 def _take_columns(mask: mx.array, columns: np.ndarray) -> mx.array:
@@ -207,10 +219,11 @@ def ops_attention(q, keys, values, scale, mask, sinks, softcap) -> mx.array:
 def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array:
     """Attention of some query rows; the first of them is `remaining` tokens from the end of the columns."""
     b, n_heads, length, dim = q.shape
-    n_kv = keys.n_kv_heads
+    n_kv, dtype = keys.n_kv_heads, q.dtype
     groups = n_heads // n_kv
-    q_rot = hadamard(q.astype(mx.float32) * keys.signs[0]) * (scale * dim**-0.5)
-    q_rot = q_rot.reshape(b, n_kv, groups * length, dim)
+    q = q.astype(mx.float32) * scale
+    q_rot = (hadamard(q * keys.signs[0]) * dim**-0.5).reshape(b, n_kv, groups * length, dim)
+    q = q.reshape(b, n_kv, groups * length, dim)
     total = keys.layout.length
     position = mx.arange(total - remaining, total - remaining + length)[:, None]
     is_array = mask is not None and not isinstance(mask, str)
@@ -222,14 +235,18 @@ def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array
         sinks = mx.maximum(sinks.astype(mx.float32), _LOWEST)
         top = mx.broadcast_to(sinks[:, None], (b, n_heads, length)).reshape(b, n_kv, -1, 1)
         denominator = mx.ones(top.shape)
-    out = mx.zeros((b, n_kv, groups * length, values.dim))
+    out = {}  # what plain and coded values add to the result; the latter stays rotated to the end
 
     rows = max(1, b * n_heads * length)
     block = max(keys.format.page, min(_BLOCK_TOKENS, _BLOCK_SCORES // rows))
-    for columns, live, load in _segments(keys, values, block):
+    for columns, live, packed, load in _segments(keys, values, block):
         count = columns.shape[1]
-        # One block at a time: the next waits for both sums, else all weights would be held to the end.
-        scores = q_rot @ mx.depends(load(keys), [out, denominator]).swapaxes(-1, -2)
+        # One block at a time: the next waits for all sums, else all weights would be held to the end.
+        after = [*out.values(), denominator]
+        dense, mean, coded = _dense(keys, load(keys), packed)
+        scores = (q_rot if coded else q) @ mx.depends(dense, after).swapaxes(-1, -2)
+        if mean is not None:
+            scores = scores + mx.repeat(q @ mean.swapaxes(-1, -2), keys.format.page, axis=-1)[..., :count]
         scores = scores.reshape(b, n_heads, length, count)
         if softcap is not None:
             scores = softcap * mx.tanh(scores / softcap)
@@ -247,10 +264,24 @@ def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array
         weights = mx.exp(scores - new_top)
         shrink = mx.exp(top - new_top)
         denominator = denominator * shrink + mx.sum(weights, axis=-1, keepdims=True)
-        dense = load(values)
+        dense, _, coded = _dense(values, load(values), packed)
         if not live.all():
             dense = mx.where(mx.array(live)[:, None, :, None], dense, 0)  # spare rows may hold anything
-        out = out * shrink + weights @ dense
+        out = {kind: sums * shrink for kind, sums in out.items()}
+        out[coded] = out.get(coded, 0) + weights @ dense
         top = new_top
-    out = out / mx.where(denominator > 0, denominator, 1)
-    return rotate_back(out, values.signs[0]).reshape(b, n_heads, length, values.dim).astype(q.dtype)
+    if True in out:
+        out[True] = rotate_back(out[True], values.signs[0])
+    total = sum(out.values(), mx.zeros((b, n_kv, groups * length, values.dim)))
+    total = total / mx.where(denominator > 0, denominator, 1)
+    return total.reshape(b, n_heads, length, values.dim).astype(dtype)
+
+
+def _dense(rows: PackedRows, loaded, packed: bool) -> tuple[mx.array, mx.array | None, bool]:
+    """float32 rows of a segment `(B, n_kv_heads, n, D)`, the means to be added, and whether the rows are rotated."""
+    if not packed:
+        return loaded.astype(mx.float32), None, False
+    if rows.format.bits(rows.kind) == RAW_BITS:
+        return loaded.codes.astype(mx.float32), None, False
+    mean = None if loaded.mean is None else loaded.mean.astype(mx.float32)
+    return dequantise(loaded, rows.format, rows.kind, rows.dim, rows.signs[1]), mean, True

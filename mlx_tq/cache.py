@@ -14,7 +14,7 @@ class TQKVCache(StoredCache):
     """A KV cache of one attention layer, compressed as a `TQFormat` says.
 
     Implements mlx-lm's cache protocol; use it through `mlx_tq.enable` or `mlx_tq.make_prompt_cache`. The first tokens
-    and a window of the last ones stay exact (both already rotated); the others are packed. `offset` counts tokens.
+    and a window of the last ones stay exact; the others are packed. `offset` counts tokens.
 
     Args:
         format: a TQFormat, a preset's name, or None for the default.

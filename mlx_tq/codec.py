@@ -1,8 +1,11 @@
 """Encoding and decoding of keys and values in plain MLX ops: the documentation of the codec and its oracle.
 
-A row x becomes y = RHT_s(x) (`rotation.py`), its norm n and one code per coordinate of y / n (arXiv 2504.19874,
-algorithm 1). Keys may add the sign sketch of the residual (algorithm 2, QJL). The kernels give the same bits: sums run
-in one fixed order and no product is added to anything unless it is exact, so fused multiply-adds change nothing.
+A row x, less the mean of its page where keys are centered, becomes y = RHT_s(x) (`rotation.py`), its norm n and one
+code per coordinate of y / n (arXiv 2504.19874, algorithm 1). Keys may add the sign sketch of the residual (algorithm 2,
+QJL). Only codes live in rotated space: means, exact rows, queries and results are in the model's own.
+
+The kernels give the same bits: sums run in one fixed order and no product is added to anything unless it is exact, so
+fused multiply-adds change nothing.
 """
 
 from __future__ import annotations
@@ -64,10 +67,10 @@ class PackedRows:
         kind: "keys" or "values".
         format: the TQFormat.
         dim: head_dim D of these rows.
-        layer_index: layer whose signs rotate the rows.
+        layer_index: layer whose signs rotate the packed rows.
         dtype: dtype of the rows that were encoded, and of `exact`.
         regions: packed arrays `(B, n_kv_heads, capacity, ...)`, see `packing.py`. None while nothing is packed.
-        exact: rotated rows `(B, n_kv_heads, capacity, D)`, the first tokens and then the recent ones, or None.
+        exact: rows as they came `(B, n_kv_heads, capacity, D)`, the first tokens and then the recent ones, or None.
         layout: which rows of these are live; the rest is unspecified.
         n_kv_heads: number of heads.
         fused: "auto" runs the kernels where they can run, "require" raises where they cannot, "never" uses MLX ops.
@@ -91,6 +94,14 @@ class PackedRows:
         return (len(self.layout.pad), self.n_kv_heads, self.layout.length, self.dim)
 
     @property
+    def plain(self) -> mx.array | None:
+        """All rows as they came `(B, n_kv_heads, L, D)`, where none is packed and there is no padding; else None."""
+        layout = self.layout
+        if self.exact is None or any(layout.packed) or any(layout.pad):
+            return None
+        return self.exact[:, :, : layout.length]
+
+    @property
     def nbytes(self) -> int:
         """Bytes held, spare capacity included."""
         arrays = [*(self.regions or ()), self.exact]
@@ -104,15 +115,23 @@ class PackedRows:
 
 def check_rows(name: str, x: mx.array) -> None:
     """Raises ValueError unless x is a float array `(B, n_kv_heads, L, D)` with a D that can be rotated."""
+    check_array(name, x)
+    check_shape(name, x.shape, x.dtype)
+
+
+def check_array(name: str, x: mx.array) -> None:
     if not isinstance(x, mx.array):
         raise ValueError(f"{name} must be an mlx array, got {type(x).__name__}")
-    shape = x.shape
+
+
+def check_shape(name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    """`check_rows` of an array of this shape."""
     if len(shape) != 4:
         raise ValueError(f"{name} must have shape (B, n_kv_heads, L, head_dim), got {shape}")
     if not shape[0] or not shape[1]:
         raise ValueError(f"{name} must have at least one batch row and one head, got {shape}")
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be float16, bfloat16 or float32, got {dtype}")
     try:
         split_dim(shape[3])
     except ValueError as error:
@@ -145,20 +164,25 @@ def row_norm(y: mx.array) -> mx.array:
     return mx.sqrt(tree_sum(mx.square(round12(y))))
 
 
-def page_means(y: mx.array, page: int) -> mx.array:
-    """Means of whole and last partial pages, `(B, H, L, D)` to `(B, H, ceil(L / page), D)`, in y's dtype."""
-    b, h, length, dim = y.shape
+def page_means(rows: mx.array, page: int) -> mx.array:
+    """Means of whole and last partial pages, `(B, H, L, D)` to `(B, H, ceil(L / page), D)`, in the rows' dtype."""
+    b, h, length, dim = rows.shape
     pages = -(-length // page)
-    x = mx.pad(y.astype(mx.float32), [(0, 0), (0, 0), (0, pages * page - length), (0, 0)])
+    x = mx.pad(rows.astype(mx.float32), [(0, 0), (0, 0), (0, pages * page - length), (0, 0)])
     x = x.reshape(b, h, pages, page, dim)
     while x.shape[3] > 1:
         x = x[:, :, :, 0::2] + x[:, :, :, 1::2]
     count = np.full(pages, page, np.float32)
     count[-1] = length - (pages - 1) * page
-    return (x[:, :, :, 0] / mx.array(count)[:, None]).astype(y.dtype)
+    return (x[:, :, :, 0] / mx.array(count)[:, None]).astype(rows.dtype)
 
 
-# ------------------------------------------------------------------ quantisation of rotated rows
+def _for_each_token(mean: mx.array, page: int, tokens: int) -> mx.array:
+    """Page means `(B, H, pages, D)` as float32 `(B, H, tokens, D)`."""
+    return mx.repeat(mean.astype(mx.float32), page, axis=2)[:, :, :tokens]
+
+
+# ------------------------------------------------------------------ quantisation
 
 
 @cache
@@ -202,25 +226,28 @@ def _uniform_codes(unit: mx.array, bits: int) -> tuple[mx.array, mx.array, mx.ar
     return best[1].astype(mx.uint32), best[2], best[3]
 
 
-def quantise(y: mx.array, format: TQFormat, kind: str, jl_signs: mx.array, mean: mx.array | None = None) -> Regions:
-    """Packs rotated rows.
+def quantise(
+    rows: mx.array, format: TQFormat, kind: str, signs: tuple[mx.array, mx.array], mean: mx.array | None = None
+) -> Regions:
+    """Rotates and packs rows.
 
-    Shapes: y `(B, H, L, D)`; jl_signs s' `(D,)`; mean `(B, H, pages, D)` for centered keys, else None.
+    Shapes: rows `(B, H, L, D)`; signs s and s' `(D,)`; mean, from `page_means`, for centered keys, else None.
     A row with norm below 1e-12 stores scale 0. A row with a coordinate that is not finite (or a norm beyond 1.8e19)
     stores scale NaN, so that it decodes to NaN and touches no other row.
     """
     bits = format.bits(kind)
     if bits == RAW_BITS:
-        return Regions(codes=y)
-    dim = y.shape[-1]
-    x = y.astype(mx.float32)
+        return Regions(codes=rows)
+    dim = rows.shape[-1]
+    x = rows.astype(mx.float32)
     if mean is not None:
-        x = x - mx.repeat(mean.astype(mx.float32), format.page, axis=2)[:, :, : y.shape[2]]
-    norm = row_norm(x)
+        x = x - _for_each_token(mean, format.page, rows.shape[2])
+    y = rotate(x, signs[0])
+    norm = row_norm(y)
     finite = mx.isfinite(norm)
     present = finite & (norm >= _TINY_NORM)
     inverse = mx.where(present, 1 / norm, 0)[..., None]
-    unit = mx.where(present[..., None], x * inverse, 0)
+    unit = mx.where(present[..., None], y * inverse, 0)
     norm = mx.where(present, norm, mx.where(finite, 0, mx.nan))
     jl = residual = None
     sketch = kind == "keys" and format.qjl
@@ -240,7 +267,7 @@ def quantise(y: mx.array, format: TQFormat, kind: str, jl_signs: mx.array, mean:
             scale = norm / mx.sqrt(tree_sum(mx.array(squares)[code]))
     if sketch:
         rest = round12(unit) - centre
-        jl = packing.pack((hadamard(rest * jl_signs) >= 0).astype(mx.uint32), 1)
+        jl = packing.pack((hadamard(rest * signs[1]) >= 0).astype(mx.uint32), 1)
         residual = row_norm(rest)
         if format.codebook == "uniform":
             residual = residual / step  # the scale that multiplies the whole estimate is n * step, not n
@@ -250,10 +277,8 @@ def quantise(y: mx.array, format: TQFormat, kind: str, jl_signs: mx.array, mean:
 
 
 def dequantise(regions: Regions, format: TQFormat, kind: str, dim: int, jl_signs: mx.array) -> mx.array:
-    """Rotated rows `(B, H, L, D)`, float32, that the packed regions stand for."""
+    """What coded regions stand for in rotated space and without their means, float32 `(B, H, L, D)`."""
     bits = format.bits(kind)
-    if bits == RAW_BITS:
-        return regions.codes.astype(mx.float32)
     code = packing.unpack_codes(regions.codes, regions.plane, bits, dim)
     if format.codebook == "uniform":
         x = code.astype(mx.float32) - ((1 << bits) - 1) / 2
@@ -263,10 +288,17 @@ def dequantise(regions: Regions, format: TQFormat, kind: str, dim: int, jl_signs
         bit = packing.unpack(regions.jl, 1, dim).astype(mx.float32) * 2 - 1
         weight = regions.residual.astype(mx.float32) * (format.kappa_value(dim) * dim**-0.5)
         x = x + weight[..., None] * (hadamard(bit) * jl_signs)
-    x = x * regions.scale.astype(mx.float32)[..., None]
-    if regions.mean is not None:
-        x = x + mx.repeat(regions.mean.astype(mx.float32), format.page, axis=2)[:, :, : x.shape[2]]
-    return x
+    return x * regions.scale.astype(mx.float32)[..., None]
+
+
+def decode_regions(
+    regions: Regions, format: TQFormat, kind: str, dim: int, signs: tuple[mx.array, mx.array]
+) -> mx.array:
+    """The rows that packed regions stand for, float32 `(B, H, L, D)`; the first token begins a page."""
+    if format.bits(kind) == RAW_BITS:
+        return regions.codes.astype(mx.float32)
+    x = rotate_back(dequantise(regions, format, kind, dim, signs[1]), signs[0])
+    return x if regions.mean is None else x + _for_each_token(regions.mean, format.page, x.shape[2])
 
 
 # ------------------------------------------------------------------ whole arrays
@@ -278,10 +310,8 @@ def _encode(x: mx.array, format, kind: str, layer_index: int) -> PackedRows:
     if not mx.all(mx.isfinite(x)).item():
         raise ValueError(f"{kind} must be finite, got NaN or inf")
     b, h, length, dim = x.shape
-    s, s_jl = layer_signs(format.seed, layer_index, dim)
-    y = rotate(x, s)
-    mean = page_means(y, format.page) if kind == "keys" and format.centered_keys and length else None
-    regions = quantise(y, format, kind, s_jl, mean)
+    mean = page_means(x, format.page) if kind == "keys" and format.centered_keys and length else None
+    regions = quantise(x, format, kind, layer_signs(format.seed, layer_index, dim), mean)
     regions = grow_regions(regions, -length % ROW_BLOCK)  # kernels read whole blocks
     return PackedRows(kind, format, dim, layer_index, x.dtype, regions, None, Layout.uniform(b, 0, length, 0), h)
 
@@ -320,25 +350,25 @@ def live_regions(rows: PackedRows, start: int, stop: int) -> Regions:
     return Regions(**parts)
 
 
-def decode_rotated(rows: PackedRows) -> mx.array:
-    """All rows in rotated space, float32 `(B, n_kv_heads, L, D)`; padding is 0."""
+def _decode(rows: PackedRows) -> mx.array:
+    """All rows in their dtype `(B, n_kv_heads, L, D)`; padding is 0."""
     layout = rows.layout
     b, h, length, dim = rows.shape
     packed, exact = max(layout.packed), max(f + r for f, r in zip(layout.first, layout.recent, strict=True))
     parts = []
     if exact:
-        parts.append(rows.exact[:, :, :exact].astype(mx.float32))
+        parts.append(rows.exact[:, :, :exact])
     if packed:
         regions = live_regions(rows, 0, packed)
-        parts.append(dequantise(regions, rows.format, rows.kind, dim, rows.signs[1]))
+        parts.append(to_dtype(decode_regions(regions, rows.format, rows.kind, dim, rows.signs), rows.dtype))
     if not parts:
-        return mx.zeros((b, h, length, dim))
+        return mx.zeros((b, h, length, dim), rows.dtype)
     if layout.is_uniform and not layout.pad[0]:
         if len(parts) == 2:
             first = layout.first[0]
             parts = [parts[0][:, :, :first], parts[1], parts[0][:, :, first:]]
-        return mx.concatenate(parts, axis=2)
-    table = mx.concatenate([*parts, mx.zeros((b, h, 1, dim))], axis=2)
+        return mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+    table = mx.concatenate([*parts, mx.zeros((b, h, 1, dim), rows.dtype)], axis=2)
     return mx.take_along_axis(table, _sources(layout, exact, packed)[:, None, :, None], axis=2)
 
 
@@ -352,10 +382,6 @@ def _sources(layout: Layout, exact: int, packed: int) -> mx.array:
         tokens = np.concatenate([np.arange(first), exact + np.arange(count), first + np.arange(recent)])
         index[i, pad:] = tokens
     return mx.array(index)
-
-
-def _decode(rows: PackedRows) -> mx.array:
-    return to_dtype(rotate_back(decode_rotated(rows), rows.signs[0]), rows.dtype)
 
 
 def decode_keys(keys: PackedRows) -> mx.array:

@@ -12,9 +12,11 @@ import threading
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import count
 from math import prod
 from operator import add
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -37,6 +39,8 @@ _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
 # What attend_mma.metal takes: query rows, and widths with as many of its threadgroups as large GPUs hold at a time.
 _MMA_ROWS = 8
 _MMA_THREADGROUPS = {64: 528, 128: 396, 256: 264}
+# What a block of exact tokens takes, in packed blocks.
+_EXACT_COST = {"attend": 3, "attend_mma": 2}
 # From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
 # and the bytes decoded at a time.
 _DENSE_ROWS = 192
@@ -47,9 +51,8 @@ _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 _ROWS = "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact"
 _INPUTS = {
-    "attend": f"query {_ROWS} mask k_signs k_jl_signs k_mix params consts",
-    "merge": "partial softmax sinks v_signs v_mix params consts",
-    "rotate": "keys values k_signs k_mix v_signs v_mix params consts",
+    "attend": f"query {_ROWS} mask k_signs k_jl_signs k_mix v_signs v_mix params consts",
+    "merge": "partial softmax sinks params",
     "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
     "decode": f"{_ROWS} k_signs k_jl_signs k_mix v_signs v_mix params consts",
 }
@@ -58,7 +61,6 @@ _HEADERS = {
     "attend": "common.h tq.h",
     "attend_mma": "common.h mma.h",
     "merge": "common.h",
-    "rotate": "common.h",
     "encode": "common.h encode.h",
     "decode": "common.h tq.h",
 }
@@ -66,7 +68,6 @@ _OUTPUTS = {
     "attend": "partial softmax",
     "attend_mma": "partial softmax",
     "merge": "out",
-    "rotate": "k_rotated v_rotated",
     "encode": "k_words k_scales v_words v_scales",
     "decode": "k_dense v_dense",
 }
@@ -166,7 +167,7 @@ def _consts(format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: fl
     """Floats that kernels read: see `consts` in kernels/README.md."""
     out = np.zeros(40, np.float32)
     top = {mx.float16: 65504.0}
-    out[0] = scale * dim**-0.5
+    out[0] = scale
     out[1] = softcap or 0
     out[2] = format.kappa_value(dim) * dim**-0.5
     out[3], out[4] = value_dim**-0.5, dim**-0.5
@@ -184,9 +185,24 @@ def _ints(*values: int) -> mx.array:
     return mx.array(values, mx.int32)
 
 
-def _params(layout: Layout, *values: int) -> mx.array:
-    """Integers that kernels read: 16 of the launch, then where the tokens of each batch row are."""
-    return _ints(*values, *(n for row in zip(*layout, strict=True) for n in row))
+def _params(layout: Layout, workers: int, cost: int, *values: int) -> mx.array:
+    """Integers that kernels read: 16 of the launch, then where the tokens of each batch row are and who reads them."""
+    for pad, first, packed, recent in zip(*layout, strict=True):
+        values += (pad, first, packed, recent, *_deal(packed, first + recent, workers, cost), 0)
+    return _ints(*values)
+
+
+def _deal(packed: int, exact: int, workers: int, cost: int) -> tuple[int, int, int]:
+    """How workers, each of which reads tokens of one kind, share so many packed and exact tokens.
+
+    A block of exact tokens takes as long as `cost` packed ones. Returns how many workers read packed blocks, packed
+    blocks of each of them, and exact blocks of each of the others. Tokens of both kinds need two workers.
+    """
+    packed, exact = (-(-n // ROW_BLOCK) for n in (packed, exact))
+    others = round(workers * cost * exact / max(1, packed + cost * exact))
+    others = min(max(others, exact > 0), workers - (packed > 0))
+    coders = workers - others
+    return coders, -(-packed // max(1, coders)), -(-exact // max(1, others))
 
 
 def _padded(array: mx.array) -> mx.array:
@@ -274,12 +290,12 @@ def _self_test_error(device: str) -> float:
     for format in (TQFormat(), TQFormat(key_bits=3, value_bits=2)):
         signs = layer_signs(format.seed, 0, 64)
         pairs = (("keys", k), ("values", v))
-        mine = encode(k, v, None, format, 0, rotated=False)
+        mine = encode(k, v, None, format, 0)
         mx.eval([a for regions in mine for a in regions if a is not None])
         with mx.stream(mx.cpu):
-            theirs = [codec.quantise(codec.rotate(x, signs[0]), format, kind, signs[1]) for kind, x in pairs]
+            theirs = [codec.quantise(x, format, kind, signs) for kind, x in pairs]
             for (kind, _), a, b in zip(pairs, mine, theirs, strict=True):
-                got, want = (codec.dequantise(regions, format, kind, 64, signs[1]) for regions in (a, b))
+                got, want = (codec.decode_regions(regions, format, kind, 64, signs) for regions in (a, b))
                 drift = (mx.linalg.norm(got - want) / mx.linalg.norm(want)).item()
                 errors.append(0.0 if drift < 0.02 else drift)
             rows = [
@@ -308,16 +324,67 @@ def _self_test_error(device: str) -> float:
 _prepared_once = lru_cache(maxsize=512)
 
 
-def _launch(name: str, inputs: list, template: list, shapes: list, dtypes: list, grid: tuple, device: str) -> list:
-    """Runs a kernel on a grid that `_grid` gives; returns its outputs."""
-    return _kernel(name, device)(
+class _Launch(NamedTuple):
+    """All of a launch but its inputs."""
+
+    name: str
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+    grid: tuple[int, int, int]  # from `_grid`
+    device: str
+
+
+def _launch(launch: _Launch, inputs: list[mx.array]) -> list[mx.array]:
+    """Runs a kernel; returns its outputs."""
+    return _kernel(launch.name, launch.device)(
         inputs=inputs,
-        template=template,
-        grid=grid,
+        template=list(launch.template),
+        grid=launch.grid,
         threadgroup=(NSG * 32, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
+        output_shapes=list(launch.shapes),
+        output_dtypes=list(launch.dtypes),
     )
+
+
+_last_stream: tuple[mx.Stream | None, str] = None, ""
+
+
+def _stream() -> str:
+    """Names the stream that MLX would run on now. Graphs keep theirs, so each stream has its own."""
+    global _last_stream
+    stream, (last, name) = mx.default_stream(mx.default_device()), _last_stream
+    if last is None or stream != last:  # equal streams have unlike hashes, so the name is what is looked up
+        name = repr(stream)
+        _last_stream = stream, name
+    return name
+
+
+_serial = count()
+
+
+def _graph(function):
+    """`function` of arrays as a graph that MLX replays, which takes a fifth of the time to build it.
+
+    MLX knows a compiled function by its address, also when it is gone: the number tells it from its successors.
+    """
+    compiled, number = mx.compile(lambda _, *arrays: function(*arrays)), next(_serial)
+    return lambda *arrays: compiled(number, *arrays)
+
+
+@_prepared_once
+def _launch_graph(launch: _Launch, stream: str):
+    return _graph(lambda *inputs: _launch(launch, inputs))
+
+
+@_prepared_once
+def _attend_graph(first: _Launch, second: _Launch, stream: str):
+    """Of the sinks and the inputs of the attention, params and consts last."""
+
+    def attend_and_merge(sinks, *inputs):
+        return _launch(second, [*_launch(first, inputs), sinks, inputs[-2]])[0]
+
+    return _graph(attend_and_merge)
 
 
 def _grid(name: str, device: str, x: int, y: int, z: int) -> tuple[int, int, int]:
@@ -330,8 +397,15 @@ def _grid(name: str, device: str, x: int, y: int, z: int) -> tuple[int, int, int
     return threads, y, z
 
 
-def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> list:
-    return [
+def forget_launches() -> None:
+    """Drops all that was prepared, for tests and tools that replace parts of this module."""
+    prepared = _prepared_attend, _prepared_decode, _prepared_encode
+    for function in (_kernel, _pair, _attend_graph, _launch_graph, *prepared):
+        function.cache_clear()
+
+
+def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> tuple:
+    return (
         ("D", dim),
         ("DV", value_dim),
         ("KB", format.key_bits),
@@ -342,7 +416,7 @@ def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> li
         ("PAGE", format.page),
         ("NSG", NSG),
         *options.items(),
-    ]
+    )
 
 
 def _whole_blocks(regions: Regions | None) -> Regions:
@@ -429,7 +503,7 @@ def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int
     most = 4 if device == "cuda" else 2
     if max(dim, value_dim) > 256:
         most //= 2
-    while most > rows or NSG * most * dim * 4 + 128 > _THREADGROUP_BYTES:
+    while most > rows or NSG * most * max(dim, value_dim) * 4 + 128 > _THREADGROUP_BYTES:
         most //= 2
     return most
 
@@ -466,15 +540,15 @@ def _launch_shape(pair: _Pair, rows: int, mma: bool) -> tuple[int, int, int]:
     items = tiles * pair.n_kv_heads * len(layout.pad)
     packed = -(-max(layout.packed) // ROW_BLOCK)
     exact = -(-max(map(add, layout.first, layout.recent)) // ROW_BLOCK)
+    blocks = packed + exact
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
     if mma:
-        together, most = NSG, _MMA_THREADGROUPS[max(pair.dim, pair.value_dim)] // items
+        most = min(_MMA_THREADGROUPS[max(pair.dim, pair.value_dim)] // items, -(-blocks // NSG))
     else:
-        together, most = 1, min(-(-_WANTED_ITEMS[device] // items), -(-(packed + exact) // 2))
-    most = max(1, min(most, _MAX_SPLITS))
-    share = -(-packed // (most * together)) or 1
-    # No more splits than have packed blocks, or an exact one.
-    return per_item, tiles, max(1, min(most, -(-(-(-packed // share) + exact) // together)))
+        most = min(-(-_WANTED_ITEMS[device] // items), -(-blocks // 2))
+    # Packed and exact blocks go to different simdgroups. Few of them would be too uneven.
+    least = 2 if packed and exact else 1
+    return per_item, tiles, max(least, min(most, _MAX_SPLITS))
 
 
 def by_query_rows(attend, q: mx.array, mask, most: int) -> mx.array:
@@ -571,18 +645,21 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         if max(strides) >= 1 << 31:
             raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
         mask_array = _padded(mask)
-    name, first, second, k_mix, v_mix, params, consts = _attend_launches(
+    graph, k_mix, v_mix, params, consts = _prepared_attend(
         *(pair, self_test(pair.device).denormal, q.shape, q.dtype, kind, strides, last if kind == 1 else None),
-        *(float(scale), None if softcap is None else float(softcap), sinks is not None),
+        *(float(scale), None if softcap is None else float(softcap), sinks is not None, _stream()),
     )
-    partial, softmax = _launch(name, [q, *rows, mask_array, *keys.signs, k_mix, params, consts], *first)
-    logits = _nothing() if sinks is None else _padded(sinks)
-    return _launch("merge", [partial, softmax, logits, values.signs[0], v_mix, params, consts], *second)[0]
+    return graph(
+        *(_nothing() if sinks is None else _padded(sinks), q, *rows, mask_array),
+        *(*keys.signs, k_mix, values.signs[0], v_mix, params, consts),
+    )
 
 
 @_prepared_once
-def _attend_launches(pair: _Pair, denormal: bool, shape, dtype, kind: int, strides, last, scale, softcap, sinks: bool):
-    """Name and launch of the attention, launch of the merge, and their small inputs."""
+def _prepared_attend(
+    pair: _Pair, denormal: bool, shape, dtype, kind: int, strides, last, scale, softcap, sinks: bool, stream: str
+):
+    """The graph of attention and merge, and its small inputs."""
     batch, n_heads, length, dim = shape
     n_kv, value_dim, layout, device = pair.n_kv_heads, pair.value_dim, pair.layout, pair.device
     groups = n_heads // n_kv
@@ -592,101 +669,78 @@ def _attend_launches(pair: _Pair, denormal: bool, shape, dtype, kind: int, strid
     name = "attend_mma" if mma else "attend"
     per_item, tiles, splits = _launch_shape(pair, rows, mma)
     options = {"T": dtype, "MASK": kind, "SOFTCAP": softcap is not None, "DENORMAL": denormal, "R": per_item}
-    first = (
+    first = _Launch(
+        name,
         _shape_template(pair.format, dim, value_dim, **options),
-        [(batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)],
-        [mx.float32, mx.float32],
+        ((batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)),
+        (mx.float32, mx.float32),
         _grid(name, device, tiles * splits * (NSG if mma else 1), n_kv, batch),
         device,
     )
-    second = (
-        [("T", dtype), ("DV", value_dim), ("SINKS", sinks), ("NSG", NSG)],
-        [(batch, n_heads, length, value_dim)],
-        [dtype],
+    second = _Launch(
+        "merge",
+        (("T", dtype), ("DV", value_dim), ("SINKS", sinks), ("NSG", NSG)),
+        ((batch, n_heads, length, value_dim),),
+        (dtype,),
         _grid("merge", device, batch * n_heads * length * NSG, 1, 1),
         device,
     )
     columns = layout.length if last is None else last
     params = _params(
-        *(layout, groups, length, columns, packed, exact, splits, tiles, pages),
+        *(layout, splits * (NSG if mma else 1), _EXACT_COST[name]),
+        *(groups, length, columns, packed, exact, splits, tiles, pages),
         *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
     )
     consts = _consts(pair.format, dim, value_dim, (dtype, dtype), scale, softcap)
-    return name, first, second, mix_rows(dim), mix_rows(value_dim), params, consts
-
-
-def rotate_pair(keys: mx.array, values: mx.array, format: TQFormat, layer_index: int) -> list[mx.array]:
-    """`rotation.rotate` of new keys and values `(B, n_kv_heads, L, D)`, in one launch."""
-    if not keys.size:
-        return [keys, values]
-    shape, value_shape = keys.shape, values.shape
-    launch, k_mix, v_mix, params, consts = _rotate_launch(
-        backend(), format, shape, value_shape, keys.dtype, values.dtype
-    )
-    k_signs, _ = layer_signs(format.seed, layer_index, shape[3])
-    v_signs, _ = layer_signs(format.seed, layer_index, value_shape[3])
-    return _launch("rotate", [keys, values, k_signs, k_mix, v_signs, v_mix, params, consts], *launch)
-
-
-@_prepared_once
-def _rotate_launch(device: str, format: TQFormat, shape, value_shape, dtype, value_dtype):
-    """The launch and its small inputs."""
-    dim, value_dim = shape[3], value_shape[3]
-    launch = (
-        [("KT", dtype), ("VT", value_dtype), ("D", dim), ("DV", value_dim), ("NSG", NSG)],
-        [shape, value_shape],
-        [dtype, value_dtype],
-        _grid("rotate", device, prod(shape[:3]), 2, 1),
-        device,
-    )
-    consts = _consts(format, dim, value_dim, (dtype, value_dtype), 1.0, None)
-    return launch, mix_rows(dim), mix_rows(value_dim), _new_row_params(shape, 0), consts
-
-
-@_prepared_once
-def _new_row_params(shape: tuple[int, ...], pages: int) -> mx.array:
-    batch, heads, length, _ = shape
-    return _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * length, 0, 0)
+    return _attend_graph(first, second, stream), mix_rows(dim), mix_rows(value_dim), params, consts
 
 
 def encode(
-    keys: mx.array, values: mx.array, mean: mx.array | None, format: TQFormat, layer_index: int, *, rotated: bool
+    keys: mx.array, values: mx.array, mean: mx.array | None, format: TQFormat, layer_index: int
 ) -> tuple[Regions, Regions]:
-    """`codec.quantise` of keys and values `(B, n_kv_heads, L, D)` in one launch, rotating them first unless `rotated`.
+    """`codec.quantise` of keys and values `(B, n_kv_heads, L, D)` in one launch.
 
-    mean: rotated page means `(B, n_kv_heads, pages, D)` of centered keys. Keys and values must be of one dtype.
+    mean: page means `(B, n_kv_heads, pages, D)` of centered keys. Keys and values must be of one dtype.
     """
     if keys.dtype != values.dtype:
         raise ValueError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
-    if not rotated and RAW_BITS in (format.key_bits, format.value_bits):
-        keys, values = rotate_pair(keys, values, format, layer_index)  # those rows are stored as they are rotated
-        rotated = True
-    device, dim, value_dim = backend(), keys.shape[3], values.shape[3]
+    dim, value_dim = keys.shape[3], values.shape[3]
+    pages = 0 if mean is None else mean.shape[2]
+    graph, k_parts, v_parts, params, consts = _prepared_encode(
+        backend(), format, keys.shape[:3], dim, value_dim, keys.dtype, pages, _stream()
+    )
     k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
-    rows, scale = keys.shape[:3], getattr(mx, format.scale_dtype)
-    k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
-    shapes = []
-    for parts, scales in ((k_parts, 1 + format.qjl), (v_parts, 1)):
-        shapes += [(*rows, sum(parts.values())), (*rows, scales)] if parts else [(_MIN_ELEMENTS,)] * 2
-    k_words, k_scales, v_words, v_scales = _launch(
-        "encode",
-        [
-            *(keys, values, _nothing() if mean is None else mean, *k_signs, mix_rows(dim)),
-            *(v_signs[0], mix_rows(value_dim), code_table(format, "keys", dim)),
-            code_table(format, "values", value_dim),
-            _new_row_params(keys.shape, 0 if mean is None else mean.shape[2]),
-            _consts(format, dim, value_dim, (keys.dtype, values.dtype), 1.0, None),
-        ],
-        _shape_template(format, dim, value_dim, T=keys.dtype, NORM=format.norm_correction, ROTATE=not rotated),
-        shapes,
-        [mx.uint32, scale] * 2,
-        _grid("encode", device, prod(rows), 2, 1),
-        device,
+    k_words, k_scales, v_words, v_scales = graph(
+        *(keys, values, _nothing() if mean is None else mean, *k_signs, mix_rows(dim), v_signs[0], mix_rows(value_dim)),
+        *(code_table(format, "keys", dim), code_table(format, "values", value_dim), params, consts),
     )
     return (
         _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
         _split_words(v_parts, v_words, v_scales, None) if v_parts else Regions(values),
     )
+
+
+@_prepared_once
+def _prepared_encode(
+    device: str, format: TQFormat, rows, dim: int, value_dim: int, dtype: mx.Dtype, pages: int, stream: str
+):
+    """The graph, the words of a key and of a value, and its small inputs."""
+    k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
+    shapes, scale = [], getattr(mx, format.scale_dtype)
+    for parts, scales in ((k_parts, 1 + format.qjl), (v_parts, 1)):
+        shapes += [(*rows, sum(parts.values())), (*rows, scales)] if parts else [(_MIN_ELEMENTS,)] * 2
+    launch = _Launch(
+        "encode",
+        _shape_template(format, dim, value_dim, T=dtype, NORM=format.norm_correction),
+        tuple(shapes),
+        (mx.uint32, scale) * 2,
+        _grid("encode", device, prod(rows), 2, 1),
+        device,
+    )
+    _, heads, length = rows
+    params = _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0)
+    consts = _consts(format, dim, value_dim, (dtype, dtype), 1.0, None)
+    return _launch_graph(launch, stream), k_parts, v_parts, params, consts
 
 
 def _word_parts(format: TQFormat, kind: str, dim: int) -> dict[str, int]:
@@ -704,9 +758,9 @@ def _word_parts(format: TQFormat, kind: str, dim: int) -> dict[str, int]:
 
 def _split_words(parts: dict[str, int], packed: mx.array, scales: mx.array, mean: mx.array | None) -> Regions:
     out, start = {"scale": scales[..., 0], "mean": mean}, 0
-    for name, count in parts.items():
-        out[name] = packed[..., start : start + count]
-        start += count
+    for name, width in parts.items():
+        out[name] = packed[..., start : start + width]
+        start += width
     if "jl" in parts:
         out["residual"] = scales[..., 1]
     return Regions(**out)
@@ -720,26 +774,27 @@ def decode_fits(keys: PackedRows) -> bool:
 def decode(keys: PackedRows, values: PackedRows) -> list[mx.array]:
     """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch."""
     pair, rows = _inputs(keys, values)
-    launch, k_mix, v_mix, params, consts = _decode_launch(pair)
-    inputs = [*rows, *keys.signs, k_mix, values.signs[0], v_mix, params, consts]
-    return _launch("decode", inputs, *launch)
+    graph, k_mix, v_mix, params, consts = _prepared_decode(pair, _stream())
+    return graph(*rows, *keys.signs, k_mix, values.signs[0], v_mix, params, consts)
 
 
 @_prepared_once
-def _decode_launch(pair: _Pair):
-    """The launch and its small inputs."""
+def _prepared_decode(pair: _Pair, stream: str):
+    """The graph and its small inputs."""
     format, layout, dim, value_dim = pair.format, pair.layout, pair.dim, pair.value_dim
     batch, heads, columns = len(layout.pad), pair.n_kv_heads, layout.length
     dtypes = (pair.dtype, pair.value_dtype)
     packed, exact, pages = pair.capacities
-    launch = (
+    launch = _Launch(
+        "decode",
         _shape_template(format, dim, value_dim, KT=pair.dtype, VT=pair.value_dtype),
-        [(batch, heads, columns, dim), (batch, heads, columns, value_dim)],
-        list(dtypes),
+        ((batch, heads, columns, dim), (batch, heads, columns, value_dim)),
+        dtypes,
         _grid("decode", pair.device, batch * heads * columns, 2, 1),
         pair.device,
     )
     params = _params(
-        *(layout, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
+        *(layout, 1, 1, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
     )
-    return launch, mix_rows(dim), mix_rows(value_dim), params, _consts(format, dim, value_dim, dtypes, 1.0, None)
+    consts = _consts(format, dim, value_dim, dtypes, 1.0, None)
+    return _launch_graph(launch, stream), mix_rows(dim), mix_rows(value_dim), params, consts

@@ -10,9 +10,9 @@ at a word, and unused bits of its last word are 0. Rows of one layer lie in one 
     jl         uint32  ceil(D / 32)        keys with QJL only: bit i is set where the sketch is >= 0
     scale      16 bit  (none)              float the codes are multiplied by, `(B, H, L)`
     residual   16 bit  (none)              keys with QJL only: norm g of the residual of the unit vector, `(B, H, L)`
-    mean       16 bit  D per page          centered keys only: the rotated mean of each page, `(B, H, pages, D)`
+    mean       16 bit  D per page          centered keys only: the mean of each page, `(B, H, pages, D)`
 
-With 16 "bits" a row is not coded: `codes` holds the rotated coordinates themselves, `(B, H, L, D)`.
+With 16 "bits" a row is not coded: `codes` holds the coordinates themselves, `(B, H, L, D)`.
 `reference.py` rearranges the regions to the single buffer of the reference engine.
 """
 

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
 from . import kernels
-from .codec import FLOAT_DTYPES, Layout, PackedRows, check_rows, dequantise, live_regions, page_means, quantise
+from .codec import (
+    FLOAT_DTYPES,
+    Layout,
+    PackedRows,
+    check_array,
+    check_shape,
+    decode_regions,
+    live_regions,
+    page_means,
+    quantise,
+)
 from .format import TQFormat
 from .packing import Regions, region_shapes
-from .rotation import layer_signs, rotate, to_dtype
+from .rotation import layer_signs, to_dtype
 from .view import TQView, install_hook, views
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 FUSED = ("auto", "require", "never")
 _MIN_CAPACITY = 256
 
@@ -36,7 +47,7 @@ def write_rows(array: mx.array, starts: Sequence[int], new: mx.array, rows: Sequ
     Shapes: array `(B, H, capacity, ...)`, new `(R, H, n, ...)` for the R batch rows `rows`, or for all.
     """
     count = new.shape[2]
-    if rows is None and len(set(starts)) > 1:
+    if rows is None and len(starts) > 1 and len(set(starts)) > 1:
         index = mx.array(np.array(starts, np.int32)[:, None, None] + np.arange(count, dtype=np.int32))
         return mx.put_along_axis(array, index.reshape(index.shape + (1,) * (array.ndim - 3)), new, axis=2)
     out = array.__copy__()  # mx.array(array) would be one more node of the graph
@@ -91,6 +102,22 @@ def causal_mask(
     if left_padding is not None:
         mask = mask & (mx.expand_dims(left_padding, (1, 2, 3)) <= column)
     return mask
+
+
+@lru_cache(maxsize=256)  # all layers of a model ask the same at each step
+def _check_new(shape, value_shape, dtype: mx.Dtype, value_dtype: mx.Dtype, batch: int, held: tuple) -> None:
+    """Raises ValueError where new rows are no rows, or do not go with what a cache holds: `Store.described`."""
+    check_shape("keys", shape, dtype)
+    check_shape("values", value_shape, value_dtype)
+    if shape[:3] != value_shape[:3]:
+        raise ValueError(f"keys and values must agree in (B, n_kv_heads, L), got {shape} and {value_shape}")
+    if not held and batch not in (0, shape[0]):
+        raise ValueError(f"keys must have {batch} batch rows like the cache, got {shape}")
+    new = ("keys", shape, dtype), ("values", value_shape, value_dtype)
+    for (kind, got, got_dtype), (heads, dim, name) in zip(new, held, strict=bool(held)):
+        want, want_dtype = (batch, heads, shape[2], dim), getattr(mx, name)
+        if got != want or got_dtype != want_dtype:
+            raise ValueError(f"{kind} must be {want_dtype} {want} like the rows held, got {got_dtype} {got}")
 
 
 class Store:
@@ -176,11 +203,11 @@ class Store:
             self.exact = mx.contiguous(_fit(self.exact, shape, self.dtype))
 
     def decode(self, start: int, stop: int, row: int | None) -> mx.array:
-        """Rotated packed tokens [start, stop) of one batch row, or of all, in the rows' dtype."""
+        """Packed tokens [start, stop) of one batch row, or of all, as rows in their dtype."""
         regions = live_regions(self.snapshot(None, None, "never"), start, stop)
         if row is not None:
             regions = Regions(*(a if a is None else a[row : row + 1] for a in regions))
-        return to_dtype(dequantise(regions, self.format, self.kind, self.dim, self.signs[1]), self.dtype)
+        return to_dtype(decode_regions(regions, self.format, self.kind, self.dim, self.signs), self.dtype)
 
     def select(self, rows: list[int], packed: int, held: int) -> None:
         """Keeps these batch rows, in this order, and capacity for what they hold."""
@@ -285,7 +312,7 @@ class StoredCache:
         """
         length, stores = keys.shape[2], self._stores
         if min(new) == length and max(held) + length < self._keys.exact_capacity:
-            for store, rows in zip(stores, self._rotate(keys, values), strict=True):
+            for store, rows in zip(stores, (keys, values), strict=True):
                 store.put_exact(rows, held)
             return [store.exact for store in stores], [0] * len(held)
         paged = self.format.paged
@@ -294,9 +321,9 @@ class StoredCache:
         recent = [t - f for t, f in zip(total, first, strict=True)]
         leaving = [self._leaving(r - d) for r, d in zip(recent, dropped, strict=True)]
         if not paged and length and {*new, *recent, *leaving} == {length}:
-            self._pack(keys, values, packed, None, rotated=False)  # the exact rows stay as they are
+            self._pack(keys, values, packed, None)  # the exact rows stay as they are
         else:
-            exacts = self._rotate(keys, values)
+            exacts = [keys, values]
             most = max(held)
             if most:
                 pairs = zip(stores, exacts, strict=True)
@@ -323,26 +350,20 @@ class StoredCache:
             index = mx.array(np.array(rows, np.int32))
             exacts = [mx.take(x, index, axis=0) for x in exacts]
         (start,) = set(first)  # a row packs once it has all its first tokens
-        self._pack(*(x[:, :, start : start + count] for x in exacts), packed, rows, rotated=True)
+        self._pack(*(x[:, :, start : start + count] for x in exacts), packed, rows)
 
     def _kernels_run(self) -> bool:
         dtypes = self._keys.dtype_name == self._values.dtype_name
         return self.fused != "never" and dtypes and kernels.reason(self._keys.dim, self._values.dim) is None
 
-    def _rotate(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
-        if self._kernels_run():
-            return kernels.rotate_pair(keys, values, self.format, self.layer_index)
-        return [rotate(x, store.signs[0]) for store, x in ((self._keys, keys), (self._values, values))]
-
-    def _pack(self, keys: mx.array, values: mx.array, starts: list[int], rows: list[int] | None, *, rotated: bool):
+    def _pack(self, keys: mx.array, values: mx.array, starts: list[int], rows: list[int] | None) -> None:
         """Packs `(R, H, n, D)` rows at `starts` of batch rows `rows`, or all; whole pages where rows are paged."""
         mean = page_means(keys, self.format.page) if self.format.centered_keys else None
         if self._kernels_run():
-            regions = kernels.encode(keys, values, mean, self.format, self.layer_index, rotated=rotated)
+            regions = kernels.encode(keys, values, mean, self.format, self.layer_index)
         else:
-            turned = (keys, values) if rotated else self._rotate(keys, values)
-            pairs = ((self._keys, turned[0], mean), (self._values, turned[1], None))
-            regions = [quantise(x, self.format, store.kind, store.signs[1], m) for store, x, m in pairs]
+            pairs = ((self._keys, keys, mean), (self._values, values, None))
+            regions = [quantise(x, self.format, store.kind, store.signs, m) for store, x, m in pairs]
         for store, new in zip(self._stores, regions, strict=True):
             store.append(self._batch, new, starts, rows)
 
@@ -353,24 +374,13 @@ class StoredCache:
         return max(0, recent - self.format.window) // self.format.page * self.format.page
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        check_rows("keys", keys)
-        check_rows("values", values)
-        shape, value_shape = keys.shape, values.shape
-        if shape[:3] != value_shape[:3]:
-            raise ValueError(f"keys and values must agree in (B, n_kv_heads, L), got {shape} and {value_shape}")
-        why = kernels.reason(shape[3], value_shape[3]) if self.fused == "require" else None
+        check_array("keys", keys)
+        check_array("values", values)
+        held = () if self.empty() else (self._keys.described, self._values.described)
+        _check_new(keys.shape, values.shape, keys.dtype, values.dtype, self._batch, held)
+        why = kernels.reason(keys.shape[3], values.shape[3]) if self.fused == "require" else None
         if why is not None:
             raise ValueError(f'fused="require", but {why}')
-        if self.empty():
-            if self._batch not in (0, shape[0]):
-                raise ValueError(f"keys must have {self._batch} batch rows like the cache, got {shape}")
-            return
-        for x, store in ((keys, self._keys), (values, self._values)):
-            want = (self._batch, store.n_kv_heads, shape[2], store.dim)
-            if x.shape != want or x.dtype != store.dtype:
-                raise ValueError(
-                    f"{store.kind} must be {store.dtype} {want} like the rows held, got {x.dtype} {x.shape}"
-                )
 
     # -------------------------------------------------------------- tokens held
 

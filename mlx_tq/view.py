@@ -45,13 +45,19 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
-    # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
-    fused = keys.fused != "never" and values.format.value_bits != RAW_BITS and kernels.decode_fits(keys)
-    fused = fused and kernels.reason(keys.dim, values.dim) is None
-    k, v = kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
+    k, v = keys.plain, values.plain
+    if k is None or v is None:
+        k, v = _decoded(keys, values)
     k, v = TQView(k), TQView(v)
     k.rows, v.rows = keys, values
     return k, v
+
+
+def _decoded(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
+    # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
+    fused = keys.fused != "never" and values.format.value_bits != RAW_BITS and kernels.decode_fits(keys)
+    fused = fused and kernels.reason(keys.dim, values.dim) is None
+    return kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
 
 
 def install_hook() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from mlx_tq import kernels
 from mlx_tq.codebook import lloyd_max
 from mlx_tq.codec import PackedRows, page_means, quantise
-from mlx_tq.rotation import layer_signs, paley, rotate, split_dim
+from mlx_tq.rotation import layer_signs, paley, split_dim
 
 # Error of float32 attention; GPUs approximate powers of two.
 TIGHT = 2e-6 if kernels.backend() is None else 3e-6
@@ -67,7 +67,7 @@ def live_parts(rows):
 
 
 def decode_packed(rows):
-    """Every packed slot in rotated space, spare capacity included, float64 `(B, H, capacity, D)`."""
+    """The row of every packed slot, spare capacity included, float64 `(B, H, capacity, D)`."""
     f, r, dim = rows.format, rows.regions, rows.dim
     bits = f.key_bits if rows.kind == "keys" else f.value_bits
     if bits == 16:
@@ -79,10 +79,17 @@ def decode_packed(rows):
     if rows.kind == "keys" and f.qjl:
         sketch = (2.0 * fields(r.jl, 1, dim) - 1) @ hadamard_matrix(dim) * to64(rows.signs[1])
         x = x + to64(r.residual)[..., None] * f.kappa_value(dim) / np.sqrt(dim) * sketch
-    x = x * to64(r.scale)[..., None]
+    with np.errstate(invalid="ignore"):  # spare slots may hold anything
+        x = rotated_back(x * to64(r.scale)[..., None], rows.signs[0])
     if rows.kind == "keys" and f.centered_keys:
         x = x + np.repeat(to64(r.mean), f.page, axis=2)[:, :, : x.shape[2]]
     return x
+
+
+def rotated_back(y, signs):
+    """The inverse of the rotation, float64 `(..., D)`."""
+    dim = y.shape[-1]
+    return y @ hadamard_matrix(dim).T / np.sqrt(dim) * to64(signs)
 
 
 def decode64(rows):
@@ -99,10 +106,6 @@ def decode64(rows):
                 out[b, :, column : column + n] = source[b, :, start : start + n]
                 column += n
         assert column == rows.shape[2]
-    with np.errstate(invalid="ignore"):  # rows may hold inf
-        out = out @ hadamard_matrix(rows.dim).T / np.sqrt(rows.dim) * to64(rows.signs[0])
-    for b, pad in enumerate(layout.pad):
-        out[b, :, :pad] = 0
     return out
 
 
@@ -198,11 +201,10 @@ def build_rows(kind, parts, format, layout, layer_index=0):
     signs = layer_signs(format.seed, layer_index, parts[0].shape[3])
     exact, packed = [], []
     for x, first, count in zip(parts, layout.first, layout.packed, strict=True):
-        y = rotate(x, signs[0])
-        exact.append(mx.concatenate([y[:, :, :first], y[:, :, first + count :]], axis=2))
-        rows = y[:, :, first : first + count]
+        exact.append(mx.concatenate([x[:, :, :first], x[:, :, first + count :]], axis=2))
+        rows = x[:, :, first : first + count]
         mean = page_means(rows, format.page) if kind == "keys" and format.centered_keys and count else None
-        packed.append(quantise(rows, format, kind, signs[1], mean) if count else None)
+        packed.append(quantise(rows, format, kind, signs, mean) if count else None)
 
     def stack(arrays):
         size = max(a.shape[2] for a in arrays)

@@ -32,7 +32,7 @@ def test_results_have_a_row_for_each_case(agx):
         assert int(row["registers"] or 0) <= 256
 
 
-@pytest.mark.parametrize("kernel", ("attend", "attend_causal", "merge", "encode", "rotate", "decode"))
+@pytest.mark.parametrize("kernel", ("attend", "attend_causal", "merge", "encode", "decode"))
 @pytest.mark.parametrize("format", ("default", "tq3"))
 def test_the_wrapper_declares_what_the_kernel_takes(agx, kernel, format):
     case = agx.Case(kernel, format, 128, 2 if kernel.startswith("attend") else 1)

@@ -395,7 +395,7 @@ def test_scores_that_change_along_the_sequence(path, shape):
 def test_half_precision_queries(path, monkeypatch, dtype, spread, format):
     """Our error is at most twice that of half-precision attention over the same decoded rows."""
     monkeypatch.setattr(kernels, "_has_mma", lambda device: False)  # whose bounds are in test_mma.py
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
     q, k, v = inputs(B, H, 2, L, S, dtype=dtype)
     q = q * spread
     keys, values = encode(k, v, format)

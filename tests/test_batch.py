@@ -12,6 +12,7 @@ from test_cache import FORMATS, contents, fill, filled, state_digest, tokens
 import mlx_tq
 from mlx_tq import TQKVCache
 from mlx_tq.batch import TQBatchKVCache
+from mlx_tq.store import STATE_VERSION
 
 cache_module = pytest.importorskip("mlx_lm.models.cache")
 BatchKVCache = cache_module.BatchKVCache
@@ -430,7 +431,7 @@ def damaged_states():
     return cases | {
         "a single cache": filled("centered window", 150).state,
         "stock": list(BatchKVCache([0]).state),
-        "next version": changed(version=2),
+        "next version": changed(version=STATE_VERSION + 1),
         "no left padding": changed(left_padding=[]),
         "one left padding": changed(left_padding=[0]),
         "negative left padding": changed(left_padding=[0, -60]),

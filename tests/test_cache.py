@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import attention64, bits_of, decode64, max_error, normal, poison_cache, same_bits, to64
 
-from mlx_tq import TQFormat, TQKVCache, encode_keys, encode_values
+from mlx_tq import TQFormat, TQKVCache, encode_keys, encode_values, kernels
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 SMALL = {"window": 40, "sinks": 3, "page": 32}
@@ -723,6 +723,32 @@ def test_an_empty_cache_has_no_rows():
             read(TQKVCache())
 
 
+@pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16, mx.float32))
+def test_until_tokens_are_packed_all_is_as_with_the_usual_cache(fused_kernels, monkeypatch, dtype):
+    """Rows come back bit by bit and MLX's own attention gets them, whatever the chunks: no kernel runs."""
+    monkeypatch.setattr(kernels, "_launch", lambda *_: pytest.fail("a kernel was launched"))
+    k, v = tokens(387, b=2, dtype=dtype)
+    cache, options = TQKVCache("default"), {"scale": 0.125}
+    for start, stop in ((0, 200), (200, 201), (201, 387)):
+        q = normal(5, 2, 6, stop - start, 64, dtype=dtype)
+        mask = "causal" if stop - start > 1 else None
+        keys, values = cache.update_and_fetch(k[:, :, start:stop], v[:, :, start:stop])
+        assert same_bits(mx.array(keys), k[:, :, :stop]) and same_bits(mx.array(values), v[:, :, :stop])
+        got = mx.fast.scaled_dot_product_attention(q, keys, values, mask=mask, **options)
+        want = mx.fast.scaled_dot_product_attention(q, k[:, :, :stop], v[:, :, :stop], mask=mask, **options)
+        assert same_bits(got, want)
+
+
+def test_exact_rows_stay_as_they_came():
+    """Also when tokens are packed: the first ones and the window have the bits of the model's rows."""
+    k, v = tokens(900, b=2, dtype=mx.bfloat16)
+    for rows, x in zip(filled_with(FORMATS["default"], k, v).rows, (k, v), strict=True):
+        first, packed = rows.layout.first[0], rows.layout.packed[0]
+        assert packed
+        held = mx.concatenate([x[:, :, :first], x[:, :, first + packed :]], axis=2)
+        assert same_bits(rows.exact[:, :, : held.shape[2]], held)
+
+
 @pytest.mark.parametrize(("options", "word"), [({"format": "q4"}, "format"), ({"fused": "yes"}, "fused")], ids=str)
 def test_the_constructor_refuses(options, word):
     with pytest.raises(ValueError, match=word):
@@ -835,7 +861,7 @@ def test_biased_keys_cost_nothing_by_default(offset):
 @pytest.mark.parametrize("bad", (np.nan, np.inf))
 @pytest.mark.parametrize("name", ("default", "k4v4", "tq3", "centered"))
 def test_a_bad_row_does_not_touch_its_neighbours(name, bad):
-    """A NaN or inf makes its own head's row NaN; every other row, head and batch row is as without it."""
+    """A NaN or inf makes its own head's packed row NaN; every other row, head and batch row is as without it."""
     k, v = tokens(300, b=2)
     clean = decoded(filled_with(FORMATS[name], k, v))
     x = np.array(k)
@@ -844,10 +870,13 @@ def test_a_bad_row_does_not_touch_its_neighbours(name, bad):
     got, _ = decoded(cache)
     first, packed = cache.rows[0].layout.first[0], cache.rows[0].layout.packed[0]
     page = slice(50, 51)
+    if 50 - first < packed:
+        assert not np.isfinite(got[1, 0, 50]).any()
+    else:
+        np.testing.assert_array_equal(got[1, 0, 50], x[1, 0, 50])
     if cache.format.centered_keys and packed > 50 - first:  # rows of a page share its mean
         start = first + (50 - first) // cache.format.page * cache.format.page
         page = slice(start, start + cache.format.page)
-    assert not np.isfinite(got[1, 0, 50]).any()
     others = np.ones((2, 2, 300), bool)
     others[1, 0, page] = False
     np.testing.assert_array_equal(got[others], clean[0][others])

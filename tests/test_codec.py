@@ -176,11 +176,10 @@ def test_codes_are_the_nearest_levels(codebook, bits, dim):
 
 def test_boundaries_go_up():
     """Coordinates that are exactly 0 take the level above it."""
-    s_jl = layer_signs(42, 0, 64)[1]
-    y = mx.zeros((1, 1, 1, 64))
-    y[..., 0] = 1.0
+    signs = layer_signs(42, 0, 64)
+    x = mx.broadcast_to(signs[0] / 8, (1, 1, 1, 64))  # rotates to 1 and zeros
     for format in (TQFormat(2, 2), TQFormat(2, 2, codebook="lloyd")):
-        rows = quantise(y, format, "values", s_jl)
+        rows = quantise(x, format, "values", signs)
         assert [hex(w) for w in rows.codes.reshape(-1).tolist()] == ["0xaaaaaaab"] + ["0xaaaaaaaa"] * 3
 
 
@@ -287,9 +286,7 @@ def test_loud_rows_stay_finite(kind, format, case):
     y = DECODE[kind](rows)
     assert y.dtype == dtype and mx.isfinite(y).all().item()
     norm = np.linalg.norm(to64(x), axis=-1)
-    if case == "full of 65000":  # the rotated coordinates saturate
-        assert (np.linalg.norm(decode64(rows), axis=-1) > 65504).all()
-    elif format != "tq3":
+    if format != "tq3":
         # Norm correction is for what is left of a key when the mean of its page is gone.
         within = 0.05 if rows.regions.mean is not None else 0.01
         np.testing.assert_allclose(np.linalg.norm(decode64(rows), axis=-1), norm, rtol=within)
@@ -388,9 +385,9 @@ def test_encode_refuses_nan_and_inf(kind, format, bad):
 )
 def test_quantise_marks_bad_rows_and_no_others(format, payload):
     y = np.array(normal(21, 1, 2, 5, 64))
-    clean = quantise(mx.array(y), format, "keys", layer_signs(42, 0, 64)[1])
+    clean = quantise(mx.array(y), format, "keys", layer_signs(42, 0, 64))
     y.view(np.uint32)[0, 1, 2] = payload
-    rows = quantise(mx.array(y), format, "keys", layer_signs(42, 0, 64)[1])
+    rows = quantise(mx.array(y), format, "keys", layer_signs(42, 0, 64))
     scale = to64(rows.scale)
     assert np.isnan(scale[0, 1, 2]) and np.isnan(scale).sum() == 1
     keep = np.ones((1, 2, 5), bool)

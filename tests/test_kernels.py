@@ -9,6 +9,8 @@ import msl
 import numpy as np
 import pytest
 from conftest import fused, kernels_missing, running_kernels
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import TIGHT, attention64, build_rows, decode64, max_error, normal, poison_cache, poison_rows, same_bits
 
 import mlx_tq
@@ -57,30 +59,17 @@ def same_numbers(a, b):
     return mx.array_equal(mx.isnan(a), mx.isnan(b)) and same_bits(*(mx.where(mx.isnan(x), 0, x) for x in (a, b)))
 
 
-@pytest.mark.parametrize("rotated", (False, True))
 @pytest.mark.parametrize(("format", "dim", "value_dim", "dtype"), ENCODE)
-def test_encode_gives_the_bits_of_the_codec(fused_kernels, format, dim, value_dim, dtype, rotated):
+def test_encode_gives_the_bits_of_the_codec(fused_kernels, format, dim, value_dim, dtype):
     k, v = hard_rows(1, 2, 2, 37, dim, dtype), hard_rows(2, 2, 2, 37, value_dim, dtype)
-    signs = [layer_signs(format.seed, 5, d) for d in (dim, value_dim)]
-    y = [codec.rotate(x, s[0]) for x, s in zip((k, v), signs, strict=True)]
-    mean = codec.page_means(y[0], format.page) if format.centered_keys else None
-    want = (
-        codec.quantise(y[0], format, "keys", signs[0][1], mean),
-        codec.quantise(y[1], format, "values", signs[1][1]),
-    )
-    got = kernels.encode(*(y if rotated else (k, v)), mean, format, 5, rotated=rotated)
+    k_signs, v_signs = (layer_signs(format.seed, 5, d) for d in (dim, value_dim))
+    mean = codec.page_means(k, format.page) if format.centered_keys else None
+    want = codec.quantise(k, format, "keys", k_signs, mean), codec.quantise(v, format, "values", v_signs)
+    got = kernels.encode(k, v, mean, format, 5)
     for mine, theirs in zip(got, want, strict=True):
         for name, a, b in zip(mine._fields, mine, theirs, strict=True):
             assert (a is None) == (b is None), name
             assert a is None or same_numbers(a, b), name
-
-
-@pytest.mark.parametrize("dtype", codec.FLOAT_DTYPES)
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (80, 96), (112, 320), (16, 512)])
-def test_rotate_gives_the_bits_of_the_codec(fused_kernels, dim, value_dim, dtype):
-    k, v = normal(1, 2, 3, 5, dim, dtype=dtype), normal(2, 2, 3, 5, value_dim, dtype=dtype, factor=100)
-    for got, x in zip(kernels.rotate_pair(k, v, TQFormat(), 3), (k, v), strict=True):
-        assert same_bits(got, codec.rotate(x, layer_signs(42, 3, x.shape[3])[0]))
 
 
 @pytest.mark.parametrize(("format", "dim", "value_dim", "dtype"), ENCODE[::2])
@@ -118,18 +107,18 @@ def check(q, keys, values, bound=TIGHT, **options):
 @pytest.mark.parametrize("length", (1, 3))
 def test_any_number_of_splits(fused_kernels, monkeypatch, wanted, length):
     monkeypatch.setattr(kernels, "_WANTED_ITEMS", dict.fromkeys(kernels._WANTED_ITEMS, wanted))
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
     check(normal(1, 3, 4, length, 64), *ragged(TQFormat(centered_keys=True, page=32)), mask="causal")
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
 
 
 @pytest.mark.parametrize("rows", (1, 2, 4))
 @pytest.mark.parametrize("format", (TQFormat(3, 2, page=32), TQFormat.preset("tq3", page=32)))
 def test_any_number_of_rows_to_a_simdgroup(fused_kernels, monkeypatch, format, rows):
     monkeypatch.setattr(kernels, "_rows_per_simdgroup", lambda *_: rows)
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
     check(normal(1, 3, 6, 2, 64), *ragged(format), mask="causal")
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
 
 
 @pytest.mark.parametrize("format", (TQFormat(page=32), TQFormat(3, 3, page=32), TQFormat.preset("tq3", page=32)))
@@ -144,7 +133,7 @@ def test_codes_read_as_integers(fused_kernels, monkeypatch, format):
 def test_schedules_of_threads(fused_kernels, seed):
     with msl.options(seed=seed):
         check(normal(1, 3, 4, 2, 64), *ragged(TQFormat.preset("tq3", page=32)), mask="causal")
-        test_encode_gives_the_bits_of_the_codec(None, *ENCODE[5], False)
+        test_encode_gives_the_bits_of_the_codec(None, *ENCODE[5])
 
 
 @runner_only
@@ -194,7 +183,7 @@ def test_lengths_compile_nothing_new(fused_kernels, monkeypatch):
         mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25))
         if msl.last_run():
             texts.add((msl.last_run().name, msl.last_run().text))
-    assert sorted(made) == ["tq_attend", "tq_decode", "tq_encode", "tq_merge", "tq_rotate"]
+    assert sorted(made) == ["tq_attend", "tq_decode", "tq_encode", "tq_merge"]
     assert all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in made)
     assert len(texts) == len({name for name, _ in texts})
 
@@ -343,7 +332,7 @@ def test_cuda_text_moves_threadgroup_arrays_only():
     out = kernels.cuda_text(source)
     assert out.startswith("__shared__ float scratch[8];")
     assert "threadgroup float* p" in out and "threadgroup_barrier" in out
-    for name in ("attend", "merge", "encode", "rotate", "decode"):
+    for name in ("attend", "merge", "encode", "decode"):
         assert "__shared__" in kernels.cuda_text(kernels.text(f"{name}.metal"))
 
 
@@ -352,6 +341,30 @@ def test_the_kernels_are_skipped_only_for_a_reason():
     if kernels_missing() is None:
         with running_kernels():
             assert kernels.reason(64, 64) is None
+
+
+# ------------------------------------------------------------------ who reads what
+
+
+@given(st.integers(0, 3000), st.integers(0, 900), st.integers(2, 300), st.sampled_from(sorted(kernels._EXACT_COST)))
+def test_every_block_is_dealt_out_once(packed, exact, workers, kernel):
+    coders, packed_share, exact_share = kernels._deal(packed, exact, workers, kernels._EXACT_COST[kernel])
+    assert 0 <= coders <= workers
+    for tokens, share, readers in ((packed, packed_share, coders), (exact, exact_share, workers - coders)):
+        blocks = -(-tokens // 32)
+        ranges = [range(min(i * share, blocks), min((i + 1) * share, blocks)) for i in range(readers)]
+        assert [block for part in ranges for block in part] == list(range(blocks))
+
+
+@pytest.mark.parametrize("workers", (2, 7, 264))
+def test_blocks_are_dealt_out_evenly(workers):
+    """The worker with the most to do has little more than its share, or a block."""
+    for packed, exact in ((8192, 380), (131072, 260), (700, 380), (32, 388)):
+        _, packed_share, exact_share = kernels._deal(packed, exact, workers, 2)
+        fair = (packed + 2 * exact) / 32 / workers
+        # One worker of two kinds is the least there can be, so two workers are as uneven as the tokens.
+        most = max(-(-packed // 32), 2 * -(-exact // 32)) if workers == 2 else 1.5 * fair + 2
+        assert max(packed_share, 2 * exact_share) <= most
 
 
 # ------------------------------------------------------------------ every instance
@@ -387,7 +400,38 @@ def test_every_instance_is_well_formed(fused_kernels, monkeypatch, format, dim, 
                 monkeypatch.setitem(kernels._tests, "metal", kernels.SelfTest(None, i % 2 == 0, None))
                 kernels.attend(q, keys, values, 1.0, mask, mx.zeros((2,)) if i else None, 20.0 if i == 3 else None)
             kernels.decode(keys, values)
-            kernels.rotate_pair(k, v, format, 0)
-            mean = codec.page_means(k, format.page) if format.centered_keys else None
-            for rotated in (False, True):
-                kernels.encode(k, v, mean, format, 0, rotated=rotated)
+            kernels.encode(k, v, codec.page_means(k, format.page) if format.centered_keys else None, format, 0)
+
+
+# ------------------------------------------------------------------ graphs
+
+
+def test_each_stream_has_a_name_of_its_own():
+    """A graph runs on the stream it was built on, so another stream must not find it."""
+    names = [kernels._stream(), kernels._stream()]
+    with mx.stream(mx.new_stream(mx.default_device())):
+        names.append(kernels._stream())
+    thread = threading.Thread(target=lambda: names.append(kernels._stream()))
+    thread.start()
+    thread.join()
+    names.append(kernels._stream())
+    assert names[0] == names[1] == names[4] and len(set(names)) == 3
+
+
+def test_a_graph_is_not_taken_for_a_dead_one():
+    """MLX finds compiled functions by their addresses, in each thread, and addresses are used again."""
+    x = mx.array([1.0])
+    mx.eval(x)
+
+    def replay(seen):
+        for i in range(50):
+            graph = kernels._graph(lambda x, i=i: x + i)
+            seen.append(graph(x).item())
+
+    for _ in range(4):
+        results = []
+        thread = threading.Thread(target=replay, args=(results,))
+        thread.start()
+        replay(results)
+        thread.join()
+        assert sorted(results) == sorted([*range(1, 51)] * 2)

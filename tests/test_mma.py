@@ -24,7 +24,8 @@ FORMATS = {
 RAGGED = Layout((0, 5, 40), (2, 2, 1), (96, 64, 32), (31, 58, 56))
 LAYOUTS = {
     "ragged": RAGGED,
-    "nothing packed": Layout.uniform(2, 4, 0, 33),
+    "nothing packed": Layout((0, 5), (4, 4), (0, 0), (33, 28)),
+    "a row with nothing packed": Layout((0, 0), (4, 4), (0, 32), (40, 8)),
     "all packed": Layout.uniform(1, 0, 288, 0),
     "long": Layout.uniform(1, 4, 544, 140),
 }
@@ -36,15 +37,15 @@ def mma(fused_kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_has_mma", lambda device: True)
     launched, launch = [], kernels._launch
 
-    def recorded(name, *rest):
-        launched.append(name)
-        return launch(name, *rest)
+    def recorded(what, inputs):
+        launched.append(what.name)
+        return launch(what, inputs)
 
     monkeypatch.setattr(kernels, "_launch", recorded)
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
     with msl.options(threadgroup_limit=48 << 10):  # NVIDIA's, larger than Metal's
         yield
-    kernels._attend_launches.cache_clear()
+    kernels.forget_launches()
     assert "attend_mma" in launched
 
 

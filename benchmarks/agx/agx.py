@@ -25,10 +25,10 @@ FIELDS = ["kernel", "format", "head_dim", "group", "slots", *SIZES, "mesa", "arc
 FORMATS = ("default", "balanced", "compact", "k4v4", "tq3")
 DTYPE = mx.float16
 # Changes to attend.metal that leave out the code for exact rows, which packed blocks jump over, and the mean of a page.
-PACKED = {"const bool coded = block < coded_end;": "const bool coded = true;"}
+PACKED = {"const bool coded = blocks.coded;": "const bool coded = true;"}
 # The raise of the maximum, whose condition is still worked out.
 NO_RAISE = {"const bool raise = simd_any(above);": "const bool raise = false;\nif (simd_any(above)) top[0] += 1.0f;"}
-NO_MEAN = {"if (block == begin || start % PAGE == 0)": "if (false)"}
+NO_MEAN = {"if (block == blocks.begin || start % PAGE == 0)": "if (false)"}
 _TYPES = {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float", mx.int32: "int", mx.uint32: "uint"}
 
 
@@ -49,7 +49,7 @@ class Case:
 def cases() -> list[Case]:
     attend = [Case("attend", f, d, g) for f in FORMATS for d in (64, 128, 256) for g in (1, 2, 4)]
     causal = [Case("attend_causal", "default", 128, g) for g in (1, 2)]
-    return attend + causal + [Case(name, "default", 128) for name in ("encode", "rotate", "merge", "decode")]
+    return attend + causal + [Case(name, "default", 128) for name in ("encode", "merge", "decode")]
 
 
 # ------------------------------------------------------------------ the shipped text, as one kernel
@@ -64,26 +64,19 @@ class Launch:
     outputs: tuple[mx.Dtype, ...]
 
 
-def forget_launches() -> None:
-    """Empties the caches of mlx_tq.kernels: what they hold was made for another group, or for nothing to run."""
-    for function in vars(kernels).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
 def launch(case: Case) -> Launch:
     """The launch that mlx_tq makes for `case`, taken from its own host code; nothing runs."""
     made = {}
 
-    def record(name, inputs, template, shapes, dtypes, grid, device):
-        made[name] = Launch(dict(template), tuple(x.dtype for x in inputs), tuple(dtypes))
-        return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    def record(launch, inputs):
+        made[launch.name] = Launch(dict(launch.template), tuple(x.dtype for x in inputs), launch.dtypes)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
     format, dim, length = TQFormat.preset(case.format), case.head_dim, 2 if case.causal else 1
     row = mx.zeros((1, 1, length, dim), DTYPE)
     layout = Layout.uniform(1, 0, 0, length)
     rows = [PackedRows(kind, format, dim, 0, DTYPE, None, row, layout, 1) for kind in ("keys", "values")]
-    forget_launches()
+    kernels.forget_launches()  # what is prepared was made for another group, or for nothing to run
     with mock.patch.multiple(
         kernels,
         _launch=record,
@@ -93,10 +86,8 @@ def launch(case: Case) -> Launch:
     ):
         kernels.attend(mx.zeros((1, case.group, length, dim), DTYPE), *rows, 1.0, "causal", None, None)
         kernels.decode(*rows)
-        kernels.rotate_pair(row, row, format, 0)
-        # A format with a window encodes rows that are rotated already.
-        kernels.encode(row, row, row if format.centered_keys else None, format, 0, rotated=format.paged)
-    forget_launches()
+        kernels.encode(row, row, row if format.centered_keys else None, format, 0)
+    kernels.forget_launches()
     return made[case.kernel.removesuffix("_causal")]
 
 
@@ -153,15 +144,14 @@ def trips(case: Case) -> list[float]:
     dim = case.head_dim
     row, stages = ceil(dim / 32), log2(dim)
     transform = [stages, dim / 64]
-    if case.kernel == "rotate":
-        return [row, *transform, row, row] * 2
     if case.kernel == "merge":
-        return [1, 1, 1, row, row, row, *transform, row]
+        return [1, 1, 1, row, row, row]
     if case.kernel == "decode":
-        return [0, row, *transform, row] * 2
+        half = [0, row, *transform, row, row]  # exact rows, coded ones, their rotation, its norm, the dense row
+        return [*half, *half, row]  # keys come last and have means to be added before they are written
     halves = sum(ceil(dim / (2 << stage) / 32) for stage in range(int(stages)))
     rest = [row, stages, halves / stages, row, len(STEP_CHOICES), row, row, row, 1]
-    return [row, row, *rest, row, *rest]
+    return [row, row, *transform, row, *rest] * 2
 
 
 def total_cost(program: Program, counts: list[float]) -> Cost:
