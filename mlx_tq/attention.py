@@ -30,10 +30,12 @@ def attention(
     sinks: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
-    """softmax(scale * q keys^T + mask) values, straight from the packed rows; by MLX itself while none is packed.
+    """softmax(scale * q keys^T + mask) values, straight from the packed rows.
 
     Shapes: q `(B, n_heads, L, D)` float16, bfloat16 or float32; keys D wide and values Dv wide, n_heads a multiple of
     n_kv_heads; the result is `(B, n_heads, L, Dv)` in q's dtype. S is the length of keys and values.
+
+    While no token is packed, and but for masks that are arrays, padding and soft-caps, MLX's own attention does it.
 
     Args:
         scale: factor of the scores.
@@ -61,7 +63,9 @@ def attention(
 def _is_usual(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap) -> bool:
     """Whether MLX's own attention means the same by these arguments, and takes them as a model gives them."""
     return (
-        q.dtype == keys.dtype == values.dtype
+        q.size > 0
+        and keys.layout.length > 0
+        and q.dtype == keys.dtype == values.dtype
         and (mask is None or (isinstance(mask, str) and q.shape[2] <= keys.layout.length))
         and (sinks is None or sinks.dtype == q.dtype)
         and softcap is None
@@ -98,7 +102,12 @@ def _explain_cache(cache) -> str:
     keys, values = cache.rows
     if holds_latent(cache):
         return f"{explain(keys, keys)}, prompts over decoded rows"
-    return explain(keys, values)
+    path = explain(keys, values)
+    # Batches have masks that are arrays, which MLX's own attention takes otherwise.
+    return path if cache.make_mask(1) is None else path.removeprefix(_PLAIN)
+
+
+_PLAIN = "MLX's own attention until tokens are packed, then "
 
 
 def explain(keys, values: PackedRows | None = None) -> str:
@@ -120,7 +129,8 @@ def explain(keys, values: PackedRows | None = None) -> str:
         raise ValueError(f"keys and values must be PackedRows, or keys a cache or a list of caches, got {got}")
     why = _ops_reason(keys, values)
     path = f"kernels ({kernels.backend()})" if why is None else f"MLX ops: {why}"
-    return path if keys.plain is None else f"MLX's own attention until tokens are packed, then {path}"
+    plain = keys.plain is not None and values.plain is not None and keys.dtype == values.dtype
+    return _PLAIN + path if plain else path
 
 
 def _check(q, keys, values, scale, mask, sinks, softcap) -> None:

@@ -200,7 +200,7 @@ def _deal(packed: int, exact: int, workers: int, cost: int) -> tuple[int, int, i
     """
     packed, exact = (-(-n // ROW_BLOCK) for n in (packed, exact))
     others = round(workers * cost * exact / max(1, packed + cost * exact))
-    others = min(max(others, exact > 0), workers - (packed > 0))
+    others = min(max(others, exact > 0), max(1, exact), workers - (packed > 0))
     coders = workers - others
     return coders, -(-packed // max(1, coders)), -(-exact // max(1, others))
 
@@ -277,36 +277,39 @@ def self_test(device: str) -> SelfTest:
 def _self_test_error(device: str) -> float:
     """Largest difference between kernels and MLX ops on the CPU, relative to the largest value.
 
-    Covers encoding and attention. Encoded bits may differ where a device rounds a division in another way: a few codes
-    off by one are no fault, so rows count only if they decode to something else.
+    Covers encoding, and attention to packed and to exact tokens. Encoded bits may differ where a device rounds a
+    division in another way: a few codes off by one are no fault, so rows count only if they decode to something else.
     """
     from .attention import ops_attention
 
     rng = np.random.default_rng(1)
     k, v = (mx.array(rng.standard_normal((1, 2, 96, 64)), mx.float32) for _ in range(2))
     q = mx.array(rng.standard_normal((1, 4, 1, 64)), mx.float32)
-    layout = Layout.uniform(1, 0, 70, 0)
+    layout = Layout.uniform(1, 2, 70, 9)
     errors = []
-    for format in (TQFormat(), TQFormat(key_bits=3, value_bits=2)):
+    for format in (TQFormat(centered_keys=True, page=32), TQFormat(key_bits=3, value_bits=2)):
         signs = layer_signs(format.seed, 0, 64)
         pairs = (("keys", k), ("values", v))
-        mine = encode(k, v, None, format, 0)
+        with mx.stream(mx.cpu):
+            means = {"keys": codec.page_means(k, format.page) if format.centered_keys else None, "values": None}
+            mx.eval(*(mean for mean in means.values() if mean is not None))
+        mine = encode(k, v, means["keys"], format, 0)
         mx.eval([a for regions in mine for a in regions if a is not None])
         with mx.stream(mx.cpu):
-            theirs = [codec.quantise(x, format, kind, signs) for kind, x in pairs]
+            theirs = [codec.quantise(x, format, kind, signs, means[kind]) for kind, x in pairs]
             for (kind, _), a, b in zip(pairs, mine, theirs, strict=True):
                 got, want = (codec.decode_regions(regions, format, kind, 64, signs) for regions in (a, b))
                 drift = (mx.linalg.norm(got - want) / mx.linalg.norm(want)).item()
                 errors.append(0.0 if drift < 0.02 else drift)
             rows = [
-                PackedRows(kind, format, 64, 0, mx.float32, regions, None, layout, 2)
-                for (kind, _), regions in zip(pairs, theirs, strict=True)
+                PackedRows(kind, format, 64, 0, mx.float32, regions, mx.contiguous(x[:, :, 50:61]), layout, 2)
+                for (kind, x), regions in zip(pairs, theirs, strict=True)
             ]
             want = ops_attention(q, *rows, 0.125, None, None, None)
-            mx.eval(want, [a for regions in theirs for a in regions if a is not None])
+            mx.eval(want, [a for r in rows for a in (*r.regions, r.exact) if a is not None])
         got = {mx.float32: attend(q, *rows, 0.125, None, None, None)}
         if _has_mma(device):
-            short = [replace(r, dtype=mx.float16) for r in rows]
+            short = [_in_float16(r) for r in rows]
             got[mx.float16] = attend(q.astype(mx.float16), *short, 0.125, None, None, None).astype(mx.float32)
         mx.eval(*got.values())
         with mx.stream(mx.cpu):
@@ -314,6 +317,12 @@ def _self_test_error(device: str) -> float:
                 error = mx.max(mx.abs(out - want)) / mx.max(mx.abs(want))
                 errors.append(error.item() * (1 if dtype == mx.float32 else _SHORT_WEIGHT))
     return float(np.max(errors))  # NaN if any is
+
+
+def _in_float16(rows: PackedRows) -> PackedRows:
+    mean = rows.regions.mean
+    regions = rows.regions if mean is None else rows.regions._replace(mean=mean.astype(mx.float16))
+    return replace(rows, dtype=mx.float16, regions=regions, exact=rows.exact.astype(mx.float16))
 
 
 # ------------------------------------------------------------------ launches

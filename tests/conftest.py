@@ -3,6 +3,8 @@
 import os
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from unittest import mock
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # NVIDIA: float32 products of MLX ops as exact as elsewhere
 
@@ -15,12 +17,13 @@ from mlx_tq import kernels
 
 
 def ops(q, keys, values, **options):
-    return mlx_tq.attention(q, replace(keys, fused="never"), replace(values, fused="never"), **options)
+    return fused(q, replace(keys, fused="never"), replace(values, fused="never"), **options)
 
 
 def fused(q, keys, values, **options):
-    """The kernels where they take these widths, else MLX ops."""
-    return mlx_tq.attention(q, keys, values, **options)
+    """The kernels where they take these widths, else MLX ops; never MLX's own attention, even if nothing is packed."""
+    with mock.patch.object(import_module("mlx_tq.attention"), "_is_usual", lambda *_: False):
+        return mlx_tq.attention(q, keys, values, **options)
 
 
 PATHS = {"ops": ops, "kernels": fused}

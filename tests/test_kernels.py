@@ -233,6 +233,10 @@ def test_explain_names_the_path(fused_kernels):
     cache = TQKVCache()
     cache.update_and_fetch(normal(1, 1, 1, 8, 64), normal(1, 1, 1, 8, 64))
     assert "kernels" in mlx_tq.explain([cache, object()])
+    later = f"MLX's own attention until tokens are packed, then kernels ({kernels.backend()})"
+    assert mlx_tq.explain(cache) == later
+    # A batch has masks that are arrays, which only the kernels take as they are meant here.
+    assert mlx_tq.explain(TQKVCache.merge([cache, cache])) == f"kernels ({kernels.backend()})"
 
 
 def test_require_raises_before_anything_is_stored(fused_kernels):
@@ -258,6 +262,29 @@ def test_self_test_passes_and_is_kept(fused_kernels):
     test = kernels.self_test("metal")
     assert test.problem is None and test.denormal and test.error < 1e-5
     assert kernels.self_test("metal") is test
+
+
+@runner_only
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("attend.metal", "score[r] = i == kl ? sum", "score[r] = i == kl ? 2.0f * sum"),
+        ("attend.metal", "score[r] += mean_score[r]", "score[r] += 0.0f"),
+        ("attend.metal", "if (coded && VB != RAW) rotate_row_back", "if (false) rotate_row_back"),
+        ("encode.metal", "- (CENTERED ? float(k_mean[page * D + i]) : 0.0f)", "- 0.0f"),
+    ],
+    ids=["exact scores", "scores of means", "rotation", "encoded means"],
+)
+def test_self_test_notices(fused_kernels, monkeypatch, file, old, new):
+    """Packed and exact tokens, and means, are all part of it."""
+    real = kernels.text
+    assert old in real(file)
+    monkeypatch.setattr(kernels, "text", lambda name: real(name).replace(old, new) if name == file else real(name))
+    kernels.forget_launches()
+    kernels._tests.clear()
+    with pytest.warns(RuntimeWarning, match="the self test is off by"):
+        assert kernels.self_test("metal").problem is not None
+    kernels.forget_launches()
 
 
 @runner_only
