@@ -373,7 +373,7 @@ _serial = count()
 
 
 def _graph(function):
-    """`function` of arrays as a graph that MLX replays, which takes a fifth of the time to build it.
+    """`function` of arrays as a graph that MLX replays: building it anew would copy the kernels' text each time.
 
     MLX knows a compiled function by its address, also when it is gone: the number tells it from its successors.
     """
@@ -383,7 +383,7 @@ def _graph(function):
 
 @_prepared_once
 def _launch_graph(launch: _Launch, stream: str):
-    return _graph(lambda *inputs: _launch(launch, inputs))
+    return _graph(lambda *inputs: _launch(launch, list(inputs)))
 
 
 @_prepared_once
@@ -391,7 +391,7 @@ def _attend_graph(first: _Launch, second: _Launch, stream: str):
     """Of the sinks and the inputs of the attention, params and consts last."""
 
     def attend_and_merge(sinks, *inputs):
-        return _launch(second, [*_launch(first, inputs), sinks, inputs[-2]])[0]
+        return _launch(second, [*_launch(first, list(inputs)), sinks, inputs[-2]])[0]
 
     return _graph(attend_and_merge)
 
