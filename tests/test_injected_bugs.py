@@ -195,8 +195,8 @@ def attend(format, dim, length, bound=4e-6, factor=1.0, shift=0.0, value_dim=Non
 
 def attend_mma(format, length, factor=1.0, **options):
     """Scores that grow along the sequence, and scales of the values too."""
-    layout = Layout((0, 41), (2, 1), (160, 96), (33, 57))
-    grow = [mx.arange(1, n + 1)[:, None] / n for n in (195, 154)]
+    layout = Layout((0, 41), (2, 1), (640, 576), (33, 57))
+    grow = [mx.arange(1, n + 1)[:, None] / n for n in (675, 634)]
     make = lambda kind, s: poison_rows(  # noqa: E731
         build_rows(
             kind, [(normal(s + b, 1, 2, len(g), 64) * g).astype(mx.float16) for b, g in enumerate(grow)], format, layout
