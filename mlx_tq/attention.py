@@ -18,6 +18,8 @@ _BLOCK_SCORES = 1 << 21
 _BLOCK_TOKENS = 2048
 _QUERY_ROWS = 512
 _LOWEST = float(np.finfo(np.float32).min)
+# How `explain` begins while no token is packed.
+_PLAIN = "MLX's own attention until tokens are packed, then "
 
 
 def attention(
@@ -105,9 +107,6 @@ def _explain_cache(cache) -> str:
     path = explain(keys, values)
     # Batches have masks that are arrays, which MLX's own attention takes otherwise.
     return path if cache.make_mask(1) is None else path.removeprefix(_PLAIN)
-
-
-_PLAIN = "MLX's own attention until tokens are packed, then "
 
 
 def explain(keys, values: PackedRows | None = None) -> str:

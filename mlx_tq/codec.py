@@ -120,6 +120,7 @@ def check_rows(name: str, x: mx.array) -> None:
 
 
 def check_array(name: str, x: mx.array) -> None:
+    """Raises ValueError unless x is an array."""
     if not isinstance(x, mx.array):
         raise ValueError(f"{name} must be an mlx array, got {type(x).__name__}")
 

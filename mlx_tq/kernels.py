@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import count
@@ -344,10 +345,10 @@ class _Launch(NamedTuple):
     device: str
 
 
-def _launch(launch: _Launch, inputs: list[mx.array]) -> list[mx.array]:
+def _launch(launch: _Launch, inputs: Iterable[mx.array]) -> list[mx.array]:
     """Runs a kernel; returns its outputs."""
     return _kernel(launch.name, launch.device)(
-        inputs=inputs,
+        inputs=list(inputs),
         template=list(launch.template),
         grid=launch.grid,
         threadgroup=(NSG * 32, 1, 1),
@@ -383,7 +384,7 @@ def _graph(function):
 
 @_prepared_once
 def _launch_graph(launch: _Launch, stream: str):
-    return _graph(lambda *inputs: _launch(launch, list(inputs)))
+    return _graph(lambda *inputs: _launch(launch, inputs))
 
 
 @_prepared_once
@@ -391,7 +392,7 @@ def _attend_graph(first: _Launch, second: _Launch, stream: str):
     """Of the sinks and the inputs of the attention, params and consts last."""
 
     def attend_and_merge(sinks, *inputs):
-        return _launch(second, [*_launch(first, list(inputs)), sinks, inputs[-2]])[0]
+        return _launch(second, [*_launch(first, inputs), sinks, inputs[-2]])[0]
 
     return _graph(attend_and_merge)
 

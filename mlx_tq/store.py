@@ -47,7 +47,7 @@ def write_rows(array: mx.array, starts: Sequence[int], new: mx.array, rows: Sequ
     Shapes: array `(B, H, capacity, ...)`, new `(R, H, n, ...)` for the R batch rows `rows`, or for all.
     """
     count = new.shape[2]
-    if rows is None and len(starts) > 1 and len(set(starts)) > 1:
+    if rows is None and len(set(starts)) > 1:
         index = mx.array(np.array(starts, np.int32)[:, None, None] + np.arange(count, dtype=np.int32))
         return mx.put_along_axis(array, index.reshape(index.shape + (1,) * (array.ndim - 3)), new, axis=2)
     out = array.__copy__()  # mx.array(array) would be one more node of the graph
