@@ -59,6 +59,15 @@ class Layout(NamedTuple):
         return all(len(set(field)) == 1 for field in (self.pad, self.first, self.packed, self.recent))
 
 
+class Memo:
+    """Where `kernels` keeps what it found out about keys, from one step of their cache to the next."""
+
+    found: object = None
+
+    def __reduce__(self):
+        return Memo, ()  # copies know nothing
+
+
 @dataclass(slots=True)  # frozen would triple the time to make one, a part of every decode step
 class PackedRows:
     """Keys or values of one layer in packed form, with the rows that are kept exact; not to be changed once made.
@@ -86,7 +95,8 @@ class PackedRows:
     layout: Layout
     n_kv_heads: int
     fused: str = "auto"
-    inputs: tuple | None = field(default=None, init=False, repr=False, compare=False)  # kept by `kernels._inputs`
+    memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
+    inputs: tuple | None = field(default=None, init=False, repr=False, compare=False)  # of the last launch, likewise
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -382,17 +382,34 @@ def _graph(function):
     return lambda *arrays: compiled(number, *arrays)
 
 
-@_prepared_once
-def _launch_graph(launch: _Launch, stream: str):
-    return _graph(lambda *inputs: _launch(launch, inputs))
+def _with_constants(launch: _Launch, given: tuple[str, ...], constants: dict[str, mx.array]):
+    """A launch as a function of its inputs `given`; the others are the same in every call, which saves a call time."""
+
+    def run(*arrays):
+        inputs = constants | dict(zip(given, arrays, strict=True))
+        inputs.setdefault("v_signs", inputs.get("k_signs"))  # not given where they are the keys'
+        return _launch(launch, [inputs[name] for name in _INPUTS[launch.name].split()])
+
+    return run
 
 
 @_prepared_once
-def _attend_graph(first: _Launch, second: _Launch, stream: str):
-    """Of the sinks and the inputs of the attention, params and consts last."""
+def _attend_graph(
+    first: _Launch,
+    second: _Launch,
+    given: tuple[str, ...],
+    pair: _Pair,
+    scale: float,
+    softcap: float | None,
+    sinks: bool,
+    stream: str,
+):
+    """Of the inputs `given`, params last, and of the sinks, if there are any."""
+    run = _with_constants(first, given, _constants(pair, second.dtypes * 2, scale, softcap))
 
-    def attend_and_merge(sinks, *inputs):
-        return _launch(second, [*_launch(first, inputs), sinks, inputs[-2]])[0]
+    def attend_and_merge(*arrays):
+        arrays, sink = (arrays[:-1], arrays[-1]) if sinks else (arrays, _nothing())
+        return _launch(second, [*run(*arrays), sink, arrays[-1]])[0]
 
     return _graph(attend_and_merge)
 
@@ -410,7 +427,7 @@ def _grid(name: str, device: str, x: int, y: int, z: int) -> tuple[int, int, int
 def forget_launches() -> None:
     """Drops all that was prepared, for tests and tools that replace parts of this module."""
     prepared = _prepared_attend, _prepared_decode, _prepared_encode
-    for function in (_kernel, _pair, _attend_graph, _launch_graph, *prepared):
+    for function in (_kernel, _pair, _attend_graph, *prepared):
         function.cache_clear()
 
 
@@ -439,14 +456,14 @@ def _whole_blocks(regions: Regions | None) -> Regions:
 
 @dataclass(eq=False)
 class _Pair:
-    """Keys and values but for the contents of their arrays: what launches over them are prepared from.
+    """Keys and values but for their tokens and the contents of their arrays: what launches over them share.
 
     Raises ValueError unless everything is as the kernels take for granted.
     """
 
     device: str
     format: TQFormat
-    layout: Layout
+    batch: int
     n_kv_heads: int
     dim: int
     value_dim: int
@@ -455,57 +472,104 @@ class _Pair:
     shapes: tuple[tuple[int, ...] | None, ...]  # of the arrays in _ROWS
 
     def __post_init__(self):
-        format, layout, shapes = self.format, self.layout, dict(zip(_ROWS.split(), self.shapes, strict=True))
-        head = (len(layout.pad), self.n_kv_heads)
+        format, shapes = self.format, dict(zip(_ROWS.split(), self.shapes, strict=True))
+        head = (self.batch, self.n_kv_heads)
         for name, shape in shapes.items():
             if shape is not None and (shape[:2] != head or 0 < prod(shape) < _MIN_ELEMENTS):
                 raise ValueError(f"{name} must have shape {(*head, '...')}, got {shape}")
         room = {name: 0 if shape is None else shape[2] for name, shape in shapes.items()}
         # Strides of a head: tokens of the packed regions and of the exact rows, pages of the means.
-        self.capacities = packed, exact, pages = room["k_codes"], room["k_exact"], room["k_mean"]
-        needed = max(layout.packed), max(map(add, layout.first, layout.recent))
-        if needed[0] > packed or needed[1] > exact:
-            raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
-        if format.centered_keys and pages * format.page < needed[0]:
-            raise ValueError(f"keys must have a mean for each page of {needed[0]} tokens, got {pages}")
+        self.capacities = packed, exact, _ = room["k_codes"], room["k_exact"], room["k_mean"]
         if (room["v_codes"], room["v_exact"]) != (packed, exact):
             others = room["v_codes"], room["v_exact"]
             raise ValueError(f"keys and values must have equal capacities, got {(packed, exact)} and {others}")
-        most, widest = max(packed, exact, layout.length), max(self.dim, self.value_dim)
-        if most * widest >= 1 << 31:
-            raise ValueError(f"tokens times head_dim must stay below 2**31, got {most} * {widest}")
         # A kernel is compiled again where the dtype of an input changes, so place-holders have the right one.
         dtypes = {"k_exact": self.dtype, "v_exact": self.value_dtype}
         for kind, dim, dtype in (("keys", self.dim, self.dtype), ("values", self.value_dim, self.value_dtype)):
             regions = region_shapes(format, kind, dim, dtype)
             dtypes |= {f"{kind[0]}_{name}": stored for name, (_, stored, _) in regions.items()}
-        self.places = [
-            (i, _nothing(dtypes.get(name, mx.uint32)))
-            for i, (name, shape) in enumerate(shapes.items())
-            if shape is None or not prod(shape)
-        ]
+        held = tuple(name for name, shape in shapes.items() if shape is not None and prod(shape))
+        self.places = {name: dtypes.get(name, mx.uint32) for name in shapes if name not in held}
+        # Inputs of a launch that each layer has its own of.
+        self.given = (*held, "k_signs", *["k_jl_signs"] * format.qjl, *["v_signs"] * (self.value_dim != self.dim))
+
+    def check(self, layout: Layout) -> None:
+        """Raises ValueError unless the arrays have room for such tokens."""
+        packed, exact, pages = self.capacities
+        needed = max(layout.packed), max(map(add, layout.first, layout.recent))
+        if needed[0] > packed or needed[1] > exact:
+            raise ValueError(f"rows must hold the tokens of their layout {needed}, got capacities {(packed, exact)}")
+        if self.format.centered_keys and pages * self.format.page < needed[0]:
+            raise ValueError(f"keys must have a mean for each page of {needed[0]} tokens, got {pages}")
+        most, widest = max(packed, exact, layout.length), max(self.dim, self.value_dim)
+        if most * widest >= 1 << 31:
+            raise ValueError(f"tokens times head_dim must stay below 2**31, got {most} * {widest}")
 
 
 _pair = _prepared_once(_Pair)
 
 
+class _Found(NamedTuple):
+    """Inputs of two rows, kept with the keys: only exact rows change until tokens are packed."""
+
+    regions: tuple[Regions | None, Regions | None]
+    exact_shapes: list[tuple[int, ...] | None]
+    pair: _Pair
+    arrays: list[mx.array | None]
+    exact_at: tuple[int, ...]  # where the exact keys and values, which would be kept alive, go
+
+
 def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]]:
-    """What launches over these rows are prepared from, and the arrays in _ROWS; remembered by the keys."""
-    device, held = backend(), keys.inputs
-    if held is not None and held[0] is values and held[1].device == device:
-        return held[1:]
+    """What launches over these rows share, and the arrays in its `given`."""
+    device = backend()
+    if keys.inputs is not None and keys.inputs[0] is values and keys.inputs[1].device == device:
+        return keys.inputs[1:]
+    exact, found = (keys.exact, values.exact), keys.memo.found
+    shapes = [None if a is None else a.shape for a in exact]
+    if (
+        found is None
+        or found.regions[0] is not keys.regions
+        or found.regions[1] is not values.regions
+        or found.exact_shapes != shapes
+        or found.pair.device != device
+        or found.pair.value_dtype != values.dtype
+    ):
+        found = _find_inputs(device, keys, values, shapes)
+    arrays = found.arrays.copy()
+    for i, rows in zip(found.exact_at, exact, strict=False):
+        arrays[i] = rows
+    if found is keys.memo.found:
+        keys.inputs = values, found.pair, arrays
+    return found.pair, arrays
+
+
+def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes: list) -> _Found:
     k, v = _whole_blocks(keys.regions), _whole_blocks(values.regions)
-    arrays = [*k, keys.exact, v.codes, v.plane, v.scale, values.exact]
+    rows = dict(zip(_ROWS.split(), [*k, keys.exact, v.codes, v.plane, v.scale, values.exact], strict=True))
     pair = _pair(
-        *(device, keys.format, keys.layout, keys.n_kv_heads, keys.dim, values.dim, keys.dtype, values.dtype),
-        tuple([None if a is None else a.shape for a in arrays]),
+        *(device, keys.format, len(keys.layout.pad), keys.n_kv_heads, keys.dim, values.dim, keys.dtype, values.dtype),
+        tuple([None if a is None else a.shape for a in rows.values()]),
     )
-    for i, place in pair.places:
-        arrays[i] = place
+    signs = {"k_signs": keys.signs[0], "k_jl_signs": keys.signs[1], "v_signs": values.signs[0]}
+    arrays = [(rows | signs)[name] for name in pair.given]
+    exact_at = tuple(i for i, name in enumerate(pair.given) if name in ("k_exact", "v_exact"))
+    for i in exact_at:
+        arrays[i] = None
+    found = _Found((keys.regions, values.regions), exact_shapes, pair, arrays, exact_at)
     padded = any(made is not rows.regions and made.codes is not None for made, rows in ((k, keys), (v, values)))
     if not padded:  # what is not evaluated yet belongs to this thread's stream
-        keys.inputs = values, pair, arrays
-    return pair, arrays
+        keys.memo.found = found
+    return found
+
+
+def _constants(pair: _Pair, dtypes: tuple, scale: float = 1.0, softcap: float | None = None) -> dict[str, mx.array]:
+    """Inputs that all layers and steps share; dtypes: of the results, see `_consts`."""
+    return {
+        **{name: _nothing(dtype) for name, dtype in pair.places.items()},
+        **{"mask": _nothing(), "k_jl_signs": _nothing(mx.float32)},
+        **{"k_mix": mix_rows(pair.dim), "v_mix": mix_rows(pair.value_dim)},
+        "consts": _consts(pair.format, pair.dim, pair.value_dim, dtypes, scale, softcap),
+    }
 
 
 def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int:
@@ -542,12 +606,12 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype, denormal: bool) -> bool:
     )
 
 
-def _launch_shape(pair: _Pair, rows: int, mma: bool) -> tuple[int, int, int]:
+def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
-    device, layout = pair.device, pair.layout
+    device = pair.device
     per_item = _MMA_ROWS if mma else _rows_per_simdgroup(rows, pair.dim, pair.value_dim, device)
     tiles = -(-rows // per_item)
-    items = tiles * pair.n_kv_heads * len(layout.pad)
+    items = tiles * pair.n_kv_heads * pair.batch
     packed = -(-max(layout.packed) // ROW_BLOCK)
     exact = -(-max(map(add, layout.first, layout.recent)) // ROW_BLOCK)
     blocks = packed + exact
@@ -645,39 +709,38 @@ def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask)
 def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
     """Attention of some query rows; a causal mask lets the last of them see `last` columns."""
     pair, rows = _inputs(keys, values)
-    kind, strides, mask_array = 0, (0, 0, 0, 0), _nothing()
+    kind, strides, more = 0, (0, 0, 0, 0), ()
     if isinstance(mask, str):
-        kind = 1 if q.shape[2] > 1 or last < pair.layout.length else 0
+        kind = 1 if q.shape[2] > 1 or last < keys.layout.length else 0
     elif mask is not None:
         kind = 2 if mask.dtype == mx.bool_ else 3
         shape = mask.shape
         strides = tuple(prod(shape[i + 1 :]) if shape[i] > 1 else 0 for i in range(4))
         if max(strides) >= 1 << 31:
             raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
-        mask_array = _padded(mask)
-    graph, k_mix, v_mix, params, consts = _prepared_attend(
-        *(pair, self_test(pair.device).denormal, q.shape, q.dtype, kind, strides, last if kind == 1 else None),
-        *(float(scale), None if softcap is None else float(softcap), sinks is not None, _stream()),
+        more = (_padded(mask),)
+    graph, params = _prepared_attend(
+        *(pair, keys.layout, self_test(pair.device).denormal, q.shape, q.dtype, kind, strides),
+        *(last if kind == 1 else None, float(scale), None if softcap is None else float(softcap)),
+        *(sinks is not None, _stream()),
     )
-    return graph(
-        *(_nothing() if sinks is None else _padded(sinks), q, *rows, mask_array),
-        *(*keys.signs, k_mix, values.signs[0], v_mix, params, consts),
-    )
+    return graph(q, *rows, *more, params, *(() if sinks is None else (_padded(sinks),)))
 
 
 @_prepared_once
 def _prepared_attend(
-    pair: _Pair, denormal: bool, shape, dtype, kind: int, strides, last, scale, softcap, sinks: bool, stream: str
+    pair: _Pair, layout: Layout, denormal: bool, shape, dtype, kind: int, strides, last, scale, softcap, sinks, stream
 ):
-    """The graph of attention and merge, and its small inputs."""
+    """The graph of attention and merge, and its params."""
+    pair.check(layout)
     batch, n_heads, length, dim = shape
-    n_kv, value_dim, layout, device = pair.n_kv_heads, pair.value_dim, pair.layout, pair.device
+    n_kv, value_dim, device = pair.n_kv_heads, pair.value_dim, pair.device
     groups = n_heads // n_kv
     rows = groups * length
     packed, exact, pages = pair.capacities
     mma = _takes_mma(pair, dtype, denormal)
     name = "attend_mma" if mma else "attend"
-    per_item, tiles, splits = _launch_shape(pair, rows, mma)
+    per_item, tiles, splits = _launch_shape(pair, layout, rows, mma)
     options = {"T": dtype, "MASK": kind, "SOFTCAP": softcap is not None, "DENORMAL": denormal, "R": per_item}
     first = _Launch(
         name,
@@ -701,8 +764,8 @@ def _prepared_attend(
         *(groups, length, columns, packed, exact, splits, tiles, pages),
         *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
     )
-    consts = _consts(pair.format, dim, value_dim, (dtype, dtype), scale, softcap)
-    return _attend_graph(first, second, stream), mix_rows(dim), mix_rows(value_dim), params, consts
+    given = ("query", *pair.given, *["mask"] * (kind > 1), "params")
+    return _attend_graph(first, second, given, pair, scale, softcap, sinks, stream), params
 
 
 def encode(
@@ -716,13 +779,12 @@ def encode(
         raise ValueError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
     dim, value_dim = keys.shape[3], values.shape[3]
     pages = 0 if mean is None else mean.shape[2]
-    graph, k_parts, v_parts, params, consts = _prepared_encode(
+    graph, k_parts, v_parts, params = _prepared_encode(
         backend(), format, keys.shape[:3], dim, value_dim, keys.dtype, pages, _stream()
     )
     k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
     k_words, k_scales, v_words, v_scales = graph(
-        *(keys, values, _nothing() if mean is None else mean, *k_signs, mix_rows(dim), v_signs[0], mix_rows(value_dim)),
-        *(code_table(format, "keys", dim), code_table(format, "values", value_dim), params, consts),
+        keys, values, _nothing() if mean is None else mean, *k_signs, v_signs[0], params
     )
     return (
         _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
@@ -734,7 +796,7 @@ def encode(
 def _prepared_encode(
     device: str, format: TQFormat, rows, dim: int, value_dim: int, dtype: mx.Dtype, pages: int, stream: str
 ):
-    """The graph, the words of a key and of a value, and its small inputs."""
+    """The graph, the words of a key and of a value, and its params."""
     k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
     shapes, scale = [], getattr(mx, format.scale_dtype)
     for parts, scales in ((k_parts, 1 + format.qjl), (v_parts, 1)):
@@ -749,8 +811,13 @@ def _prepared_encode(
     )
     _, heads, length = rows
     params = _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0)
-    consts = _consts(format, dim, value_dim, (dtype, dtype), 1.0, None)
-    return _launch_graph(launch, stream), k_parts, v_parts, params, consts
+    constants = {
+        **{"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim)},
+        **{f"{kind[0]}_table": code_table(format, kind, d) for kind, d in (("keys", dim), ("values", value_dim))},
+        "consts": _consts(format, dim, value_dim, (dtype, dtype), 1.0, None),
+    }
+    given = ("keys", "values", "k_mean", "k_signs", "k_jl_signs", "v_signs", "params")
+    return _graph(_with_constants(launch, given, constants)), k_parts, v_parts, params
 
 
 def _word_parts(format: TQFormat, kind: str, dim: int) -> dict[str, int]:
@@ -784,15 +851,16 @@ def decode_fits(keys: PackedRows) -> bool:
 def decode(keys: PackedRows, values: PackedRows) -> list[mx.array]:
     """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch."""
     pair, rows = _inputs(keys, values)
-    graph, k_mix, v_mix, params, consts = _prepared_decode(pair, _stream())
-    return graph(*rows, *keys.signs, k_mix, values.signs[0], v_mix, params, consts)
+    graph, params = _prepared_decode(pair, keys.layout, _stream())
+    return graph(*rows, params)
 
 
 @_prepared_once
-def _prepared_decode(pair: _Pair, stream: str):
-    """The graph and its small inputs."""
-    format, layout, dim, value_dim = pair.format, pair.layout, pair.dim, pair.value_dim
-    batch, heads, columns = len(layout.pad), pair.n_kv_heads, layout.length
+def _prepared_decode(pair: _Pair, layout: Layout, stream: str):
+    """The graph and its params."""
+    pair.check(layout)
+    format, dim, value_dim = pair.format, pair.dim, pair.value_dim
+    batch, heads, columns = pair.batch, pair.n_kv_heads, layout.length
     dtypes = (pair.dtype, pair.value_dtype)
     packed, exact, pages = pair.capacities
     launch = _Launch(
@@ -806,5 +874,4 @@ def _prepared_decode(pair: _Pair, stream: str):
     params = _params(
         *(layout, 1, 1, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
     )
-    consts = _consts(format, dim, value_dim, dtypes, 1.0, None)
-    return _launch_graph(launch, stream), mix_rows(dim), mix_rows(value_dim), params, consts
+    return _graph(_with_constants(launch, (*pair.given, "params"), _constants(pair, dtypes))), params

@@ -18,6 +18,7 @@ from . import kernels
 from .codec import (
     FLOAT_DTYPES,
     Layout,
+    Memo,
     PackedRows,
     check_array,
     check_shape,
@@ -126,10 +127,21 @@ class Store:
     def __init__(self, kind: str, format: TQFormat, layer_index: int):
         self.kind, self.format, self.layer_index = kind, format, layer_index
         self.n_kv_heads = self.dim = self.dtype_name = None
+        self.memo = Memo()
         self.regions: Regions | None = None
         self.exact: mx.array | None = None
         # Exact rows that a batch row without right padding has at most; while there are fewer, none is packed.
         self.exact_capacity = format.sinks + (format.window + format.page if format.paged else 0)
+
+    @property
+    def regions(self) -> Regions | None:
+        """The packed rows."""
+        return self._regions
+
+    @regions.setter
+    def regions(self, regions: Regions | None) -> None:
+        self._regions = regions
+        self.memo.found = None  # would keep the old ones alive, and updates in their buffers need them gone
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -251,7 +263,9 @@ class Store:
 
     def snapshot(self, exact: mx.array | None, layout: Layout, fused: str) -> PackedRows:
         common = (self.kind, self.format, self.dim, self.layer_index, self.dtype)
-        return PackedRows(*common, self.regions, exact, layout, self.n_kv_heads, fused)
+        rows = PackedRows(*common, self.regions, exact, layout, self.n_kv_heads, fused)
+        rows.memo = self.memo
+        return rows
 
     def arrays(self) -> list[mx.array]:
         held = [a for a in (self.regions or ()) if a is not None]
