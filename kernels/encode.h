@@ -24,6 +24,15 @@ TQ_FUNC float tree_sum(threadgroup float* x, uint lane) {
   return total;
 }
 
+// Sum of N numbers that lie D apart, as codec.page_means adds them.
+template <int N, int D, typename T>
+TQ_FUNC float page_sum(device const T* x) {
+  if constexpr (N == 1)
+    return float(*x);
+  else
+    return page_sum<N / 2, D>(x) + page_sum<N / 2, D>(x + N / 2 * D);
+}
+
 // 12 significant bits: squares and differences of such numbers are exact, whether or not they are fused.
 TQ_FUNC float round12(float x) {
   return isfinite(x) ? as_type<float>((as_type<uint>(x) + 0x800u) & 0xFFFFF000u) : x;

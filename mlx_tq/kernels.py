@@ -46,7 +46,7 @@ _EXACT_COST = {"attend": 3, "attend_mma": 2}
 # and the bytes decoded at a time.
 _DENSE_ROWS = 192
 _DENSE_DIMS = (64, 80, 128)
-_DENSE_BYTES = 64 << 20
+_DENSE_BYTES = 32 << 20
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
@@ -54,6 +54,7 @@ _ROWS = "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane 
 _INPUTS = {
     "attend": f"query {_ROWS} mask k_signs k_jl_signs k_mix v_signs v_mix params consts",
     "merge": "partial softmax sinks params",
+    "means": "keys params",
     "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
     "decode": f"{_ROWS} k_signs k_jl_signs k_mix v_signs v_mix params consts",
 }
@@ -62,6 +63,7 @@ _HEADERS = {
     "attend": "common.h tq.h",
     "attend_mma": "common.h mma.h",
     "merge": "common.h",
+    "means": "common.h encode.h",
     "encode": "common.h encode.h",
     "decode": "common.h tq.h",
 }
@@ -69,6 +71,7 @@ _OUTPUTS = {
     "attend": "partial softmax",
     "attend_mma": "partial softmax",
     "merge": "out",
+    "means": "k_mean",
     "encode": "k_words k_scales v_words v_scales",
     "decode": "k_dense v_dense",
 }
@@ -294,7 +297,7 @@ def _self_test_error(device: str) -> float:
         with mx.stream(mx.cpu):
             means = {"keys": codec.page_means(k, format.page) if format.centered_keys else None, "values": None}
             mx.eval(*(mean for mean in means.values() if mean is not None))
-        mine = encode(k, v, means["keys"], format, 0)
+        mine = encode(k, v, None, format, 0)
         mx.eval([a for regions in mine for a in regions if a is not None])
         with mx.stream(mx.cpu):
             theirs = [codec.quantise(x, format, kind, signs, means[kind]) for kind, x in pairs]
@@ -771,21 +774,24 @@ def _prepared_attend(
 def encode(
     keys: mx.array, values: mx.array, mean: mx.array | None, format: TQFormat, layer_index: int
 ) -> tuple[Regions, Regions]:
-    """`codec.quantise` of keys and values `(B, n_kv_heads, L, D)` in one launch.
+    """`codec.quantise` of keys and values `(B, n_kv_heads, L, D)`.
 
-    mean: page means `(B, n_kv_heads, pages, D)` of centered keys. Keys and values must be of one dtype.
+    mean: page means `(B, n_kv_heads, pages, D)` of centered keys; None makes those of whole pages. Keys and values must
+    be of one dtype.
     """
     if keys.dtype != values.dtype:
         raise ValueError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
+    given = () if mean is None else (mean,)
+    if format.centered_keys and not given and keys.shape[2] % format.page:
+        raise ValueError(f"keys without a mean must be whole pages of {format.page} tokens, got {keys.shape}")
     dim, value_dim = keys.shape[3], values.shape[3]
-    pages = 0 if mean is None else mean.shape[2]
     graph, k_parts, v_parts, params = _prepared_encode(
-        backend(), format, keys.shape[:3], dim, value_dim, keys.dtype, pages, _stream()
+        *(backend(), format, keys.shape[:3], dim, value_dim, keys.dtype, None if mean is None else mean.shape[2]),
+        _stream(),
     )
     k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
-    k_words, k_scales, v_words, v_scales = graph(
-        keys, values, _nothing() if mean is None else mean, *k_signs, v_signs[0], params
-    )
+    k_words, k_scales, v_words, v_scales, *made = graph(keys, values, *k_signs, v_signs[0], params, *given)
+    (mean,) = given or made or (None,)
     return (
         _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
         _split_words(v_parts, v_words, v_scales, None) if v_parts else Regions(values),
@@ -794,7 +800,7 @@ def encode(
 
 @_prepared_once
 def _prepared_encode(
-    device: str, format: TQFormat, rows, dim: int, value_dim: int, dtype: mx.Dtype, pages: int, stream: str
+    device: str, format: TQFormat, rows, dim: int, value_dim: int, dtype: mx.Dtype, pages: int | None, stream: str
 ):
     """The graph, the words of a key and of a value, and its params."""
     k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
@@ -809,15 +815,33 @@ def _prepared_encode(
         _grid("encode", device, prod(rows), 2, 1),
         device,
     )
-    _, heads, length = rows
+    batch, heads, length = rows
+    makes_means = format.centered_keys and pages is None
+    pages = length // format.page if pages is None else pages
     params = _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0)
     constants = {
-        **{"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim)},
+        **{"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim), "k_mean": _nothing(dtype)},
         **{f"{kind[0]}_table": code_table(format, kind, d) for kind, d in (("keys", dim), ("values", value_dim))},
         "consts": _consts(format, dim, value_dim, (dtype, dtype), 1.0, None),
     }
-    given = ("keys", "values", "k_mean", "k_signs", "k_jl_signs", "v_signs", "params")
-    return _graph(_with_constants(launch, given, constants)), k_parts, v_parts, params
+    given = ("keys", "values", "k_signs", "k_jl_signs", "v_signs", "params")
+    run = _with_constants(launch, (*given, *["k_mean"] * format.centered_keys), constants)
+    if not makes_means:
+        return _graph(run), k_parts, v_parts, params
+    means = _Launch(
+        "means",
+        (("T", dtype), ("D", dim), ("PAGE", format.page), ("NSG", NSG)),
+        ((batch, heads, pages, dim),),
+        (dtype,),
+        _grid("means", device, -(-batch * heads * pages * dim // 32), 1, 1),
+        device,
+    )
+
+    def means_and_encode(keys, *others):
+        (mean,) = _launch(means, [keys, others[-1]])
+        return [*run(keys, *others, mean), mean]
+
+    return _graph(means_and_encode), k_parts, v_parts, params
 
 
 def _word_parts(format: TQFormat, kind: str, dim: int) -> dict[str, int]:

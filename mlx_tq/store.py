@@ -60,18 +60,30 @@ def write_rows(array: mx.array, starts: Sequence[int], new: mx.array, rows: Sequ
     return out
 
 
-def take_tokens(array: mx.array, index: list[np.ndarray]) -> mx.array:
-    """Tokens index[i] of each batch row of `array` `(B, H, L, D)`, or index[0] of all; shorter rows end in any."""
-    if len(index) == 1:
-        (index,) = index
-        start, count = int(index[0]) if len(index) else 0, len(index)
-        if (index == np.arange(start, start + count)).all():
-            return array[:, :, start : start + count]
-        return mx.take(array, mx.array(index.astype(np.int32)), axis=2)
-    out = np.zeros((len(index), max(map(len, index))), np.int32)
-    for row, tokens in zip(out, index, strict=True):
-        row[: len(tokens)] = tokens
-    return mx.take_along_axis(array, mx.array(out)[:, None, :, None], axis=2)
+def take_tokens(array: mx.array, spans: list[list[tuple[int, int]]]) -> mx.array:
+    """Tokens of `array` `(B, H, L, D)` from the spans [start, stop) of each batch row, or from spans[0] of all.
+
+    Rows that get fewer tokens end in any.
+    """
+    if len(spans) == 1:
+        parts = [array[:, :, start:stop] for start, stop in _joined(spans[0])]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    tokens = [np.concatenate([np.arange(*span) for span in row]) for row in spans]
+    index = np.zeros((len(tokens), max(map(len, tokens))), np.int32)
+    for row, taken in zip(index, tokens, strict=True):
+        row[: len(taken)] = taken
+    return mx.take_along_axis(array, mx.array(index)[:, None, :, None], axis=2)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """At least one span, none of which goes on where another ends; all are empty or none is."""
+    out = spans[:1]
+    for start, stop in spans[1:]:
+        if start == out[-1][1] or out[-1][0] == out[-1][1]:
+            out[-1] = (out[-1][0] if start == out[-1][1] else start, stop)
+        elif start < stop:
+            out.append((start, stop))
+    return out
 
 
 def _fit(array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -200,19 +212,22 @@ class Store:
     def replace_exact(self, rows: mx.array) -> None:
         """Makes these rows all exact ones there are."""
         batch, _, count, _ = rows.shape
-        self.exact = None
+        if self.exact is not None and self.exact.shape != self._exact_shape(batch, count):
+            self.exact = None
         self.reserve_exact(batch, count)
         if self.exact is not None:
             self.exact = write_rows(self.exact, [0], rows)
 
     def reserve_exact(self, batch: int, held: int) -> None:
         """Gives the exact buffer its capacity, or room for `held` rows where they are more."""
-        capacity = max(self.exact_capacity, held)
-        shape = (batch, self.n_kv_heads, capacity, self.dim)
-        if not capacity:
+        shape = self._exact_shape(batch, held)
+        if not shape[2]:
             self.exact = None
         elif self.exact is None or self.exact.shape != shape:
             self.exact = mx.contiguous(_fit(self.exact, shape, self.dtype))
+
+    def _exact_shape(self, batch: int, held: int) -> tuple[int, ...]:
+        return (batch, self.n_kv_heads, max(self.exact_capacity, held), self.dim)
 
     def decode(self, start: int, stop: int, row: int | None) -> mx.array:
         """Packed tokens [start, stop) of one batch row, or of all, as rows in their dtype."""
@@ -343,14 +358,14 @@ class StoredCache:
                 pairs = zip(stores, exacts, strict=True)
                 exacts = [mx.concatenate([store.exact[:, :, :most], rows], axis=2) for store, rows in pairs]
             end = most + length
-            index = [np.r_[:h, end - n : end] for h, n in zip(held, new, strict=True)]
-            exacts = [take_tokens(rows, index) for rows in exacts]
+            spans = [[(0, h), (end - n, end)] for h, n in zip(held, new, strict=True)]
+            exacts = [take_tokens(rows, spans) for rows in exacts]
             for count in sorted(set(leaving) - {0}):
                 rows = [i for i, gone in enumerate(leaving) if gone == count]
                 self._pack_rows(exacts, first, packed, rows, count)
-            index = [np.r_[:f, f + gone : t] for f, gone, t in zip(first, leaving, total, strict=True)]
+            spans = [[(0, f), (f + gone, t)] for f, gone, t in zip(first, leaving, total, strict=True)]
             for store, rows in zip(stores, exacts, strict=True):
-                store.replace_exact(take_tokens(rows, index))
+                store.replace_exact(take_tokens(rows, spans))
             if paged:
                 return exacts, leaving
         return [store.exact for store in stores], leaving
@@ -372,10 +387,10 @@ class StoredCache:
 
     def _pack(self, keys: mx.array, values: mx.array, starts: list[int], rows: list[int] | None) -> None:
         """Packs `(R, H, n, D)` rows at `starts` of batch rows `rows`, or all; whole pages where rows are paged."""
-        mean = page_means(keys, self.format.page) if self.format.centered_keys else None
         if self._kernels_run():
-            regions = kernels.encode(keys, values, mean, self.format, self.layer_index)
+            regions = kernels.encode(keys, values, None, self.format, self.layer_index)
         else:
+            mean = page_means(keys, self.format.page) if self.format.centered_keys else None
             pairs = ((self._keys, keys, mean), (self._values, values, None))
             regions = [quantise(x, self.format, store.kind, store.signs, m) for store, x, m in pairs]
         for store, new in zip(self._stores, regions, strict=True):

@@ -155,6 +155,9 @@ BUGS = {
     "not finite becomes zero": ("encode.h", "finite ? 0.0f : NAN", "0.0f", 0),
     "values with the keys' words": ("encode.metal", "v_words + size_t(row) * encoded_words(DV, VB, false)", "v_words + size_t(row) * encoded_words(D, KB, QJL)", 0),
     "rotation is not normalised": ("common.h", "y[i] *= norm;", "y[i] *= 1.0f;", 0),
+    "means of half a page": ("encode.h", "page_sum<N / 2, D>(x) + page_sum<N / 2, D>(x + N / 2 * D)", "page_sum<N / 2, D>(x) * 2.0f", 0),
+    "a coordinate without a mean": ("means.metal", "if (at < n_means)", "if (at + 1 < n_means)", 0),
+    "means past the last one": ("means.metal", "if (at < n_means)", "", 0),
     "dense rows keep their rotation": ("decode.metal", "if (KB != RAW) rotate_row_back", "if (false) rotate_row_back", 0),
     "dense means are forgotten": ("decode.metal", "CENTERED ? float(k_mean", "false ? float(k_mean", 0),
     "dense padding is not zero": ("decode.metal", "token < 0 ? 0.0f : float(k_exact", "float(k_exact", 0),
@@ -224,6 +227,14 @@ def encode(format, dim, value_dim, dtype):
     return all(same_bits(zero(a), zero(b)) for a, b in pairs if b is not None)
 
 
+def encode_pages(dtype):
+    format, made = TQFormat(centered_keys=True, page=32), []
+    k = normal(1, 1, 3, 64, 48, dtype=dtype)
+    for mean in (None, codec.page_means(k, format.page)):
+        made.append(kernels.encode(k, k, mean, format, 3)[0])
+    return all(same_bits(a, b) for a, b in zip(*made, strict=True) if a is not None)
+
+
 def dense(format, dim):
     keys, values = cached(format, dim)
     pairs = zip(kernels.decode(keys, values), (keys, values), strict=True)
@@ -243,6 +254,8 @@ def additive(*shape):
 
 def probes(file):
     """Runs until one of them fails; yields whether the result was right."""
+    if file in ("means.metal", "encode.h"):
+        yield encode_pages(mx.bfloat16)
     if file in ("encode.metal", "encode.h", "common.h"):
         yield encode(MIXED, 64, 64, mx.float16)
         yield encode(TQ3, 64, 80, mx.float16)
@@ -288,7 +301,7 @@ def few_splits(monkeypatch):
     kernels.forget_launches()
 
 
-@pytest.mark.parametrize("file", ("encode.metal", "attend.metal", "attend_mma.metal", "decode.metal"))
+@pytest.mark.parametrize("file", ("means.metal", "encode.metal", "attend.metal", "attend_mma.metal", "decode.metal"))
 def test_the_kernels_as_they_are_pass(fused_kernels, few_splits, file):
     assert caught(file) == ""
 

@@ -73,6 +73,18 @@ def test_encode_gives_the_bits_of_the_codec(fused_kernels, format, dim, value_di
             assert a is None or same_numbers(a, b), name
 
 
+@pytest.mark.parametrize("dtype", codec.FLOAT_DTYPES)
+@pytest.mark.parametrize("page", (32, 128))
+def test_encode_makes_the_means_of_whole_pages(fused_kernels, page, dtype):
+    format = TQFormat(centered_keys=True, page=page)
+    k, v = (normal(i, 2, 3, 2 * page, 80, dtype=dtype, factor=30.0) + 5 for i in (1, 2))
+    mean = codec.page_means(k, page)
+    for mine, theirs in zip(kernels.encode(k, v, None, format, 5), kernels.encode(k, v, mean, format, 5), strict=True):
+        assert all(a is b is None or same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+    with pytest.raises(ValueError, match="whole pages of"):
+        kernels.encode(k[:, :, 1:], v[:, :, 1:], None, format, 5)
+
+
 @pytest.mark.parametrize(("format", "dim", "value_dim", "dtype"), ENCODE[::2])
 def test_decode_equals_the_codec(fused_kernels, format, dim, value_dim, dtype):
     layout = Layout((0, 3), (2, 2), (64, 32), (7, 36))
