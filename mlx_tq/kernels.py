@@ -185,15 +185,33 @@ def _consts(format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: fl
     return _evaluated(mx.array(out))
 
 
-def _ints(*values: int) -> mx.array:
-    return mx.array(values, mx.int32)
+# Steps whose params are made at once: to a GPU of NVIDIA each array that the processor writes is a page that migrates.
+_STEPS_AHEAD = 32
 
 
-def _params(layout: Layout, workers: int, cost: int, *values: int) -> mx.array:
-    """Integers that kernels read: 16 of the launch, then where the tokens of each batch row are and who reads them."""
+def _params(step: bool, ints, layout: Layout, *args) -> mx.array:
+    """ints(layout, *args) for a kernel; for a single step as a row of the array that has those of the next ones too."""
+    if not step:
+        return mx.array(ints(layout, *args), mx.int32)
+    done = layout.recent[0] % _STEPS_AHEAD
+    return _params_ahead(ints, _later(layout, -done), *args)[done]
+
+
+@lru_cache(maxsize=64)
+def _params_ahead(ints, layout: Layout, *args) -> mx.array:
+    return mx.array([ints(_later(layout, n), *args) for n in range(_STEPS_AHEAD)], mx.int32)
+
+
+def _later(layout: Layout, steps: int) -> Layout:
+    return layout._replace(recent=tuple([n + steps for n in layout.recent]))
+
+
+def _token_ints(layout: Layout, workers: int, cost: int) -> list[int]:
+    """Where the tokens of each batch row are and who reads them, see `params` in kernels/README.md."""
+    out = []
     for pad, first, packed, recent in zip(*layout, strict=True):
-        values += (pad, first, packed, recent, *_deal(packed, first + recent, workers, cost), 0)
-    return _ints(*values)
+        out += (pad, first, packed, recent, *_deal(packed, first + recent, workers, cost), 0)
+    return out
 
 
 def _deal(packed: int, exact: int, workers: int, cost: int) -> tuple[int, int, int]:
@@ -740,7 +758,6 @@ def _prepared_attend(
     n_kv, value_dim, device = pair.n_kv_heads, pair.value_dim, pair.device
     groups = n_heads // n_kv
     rows = groups * length
-    packed, exact, pages = pair.capacities
     mma = _takes_mma(pair, dtype, denormal)
     name = "attend_mma" if mma else "attend"
     per_item, tiles, splits = _launch_shape(pair, layout, rows, mma)
@@ -761,14 +778,22 @@ def _prepared_attend(
         _grid("merge", device, batch * n_heads * length * NSG, 1, 1),
         device,
     )
-    columns = layout.length if last is None else last
-    params = _params(
-        *(layout, splits * (NSG if mma else 1), _EXACT_COST[name]),
-        *(groups, length, columns, packed, exact, splits, tiles, pages),
-        *(*strides, n_kv, batch * n_heads * length, n_heads, 0),
-    )
+    params = _params(length == 1 and kind == 0, _attend_ints, layout, pair, shape, mma, strides, last)
     given = ("query", *pair.given, *["mask"] * (kind > 1), "params")
     return _attend_graph(first, second, given, pair, scale, softcap, sinks, stream), params
+
+
+def _attend_ints(layout: Layout, pair: _Pair, shape, mma: bool, strides, last: int | None) -> list[int]:
+    batch, n_heads, length, _ = shape
+    groups = n_heads // pair.n_kv_heads
+    packed, exact, pages = pair.capacities
+    _, tiles, splits = _launch_shape(pair, layout, groups * length, mma)
+    workers, cost = (splits * NSG, _EXACT_COST["attend_mma"]) if mma else (splits, _EXACT_COST["attend"])
+    return [
+        *(groups, length, layout.length if last is None else last, packed, exact, splits, tiles, pages),
+        *(*strides, pair.n_kv_heads, batch * n_heads * length, n_heads, 0),
+        *_token_ints(layout, workers, cost),
+    ]
 
 
 def encode(
@@ -818,7 +843,7 @@ def _prepared_encode(
     batch, heads, length = rows
     makes_means = format.centered_keys and pages is None
     pages = length // format.page if pages is None else pages
-    params = _ints(1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0)
+    params = mx.array([1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0], mx.int32)
     constants = {
         **{"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim), "k_mean": _nothing(dtype)},
         **{f"{kind[0]}_table": code_table(format, kind, d) for kind, d in (("keys", dim), ("values", value_dim))},
@@ -886,7 +911,6 @@ def _prepared_decode(pair: _Pair, layout: Layout, stream: str):
     format, dim, value_dim = pair.format, pair.dim, pair.value_dim
     batch, heads, columns = pair.batch, pair.n_kv_heads, layout.length
     dtypes = (pair.dtype, pair.value_dtype)
-    packed, exact, pages = pair.capacities
     launch = _Launch(
         "decode",
         _shape_template(format, dim, value_dim, KT=pair.dtype, VT=pair.value_dtype),
@@ -895,7 +919,14 @@ def _prepared_decode(pair: _Pair, layout: Layout, stream: str):
         _grid("decode", pair.device, batch * heads * columns, 2, 1),
         pair.device,
     )
-    params = _params(
-        *(layout, 1, 1, 1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, heads, batch * heads * columns, 0, 0)
-    )
+    params = _params(True, _decode_ints, layout, pair)
     return _graph(_with_constants(launch, (*pair.given, "params"), _constants(pair, dtypes))), params
+
+
+def _decode_ints(layout: Layout, pair: _Pair) -> list[int]:
+    (packed, exact, pages), columns = pair.capacities, layout.length
+    rows = pair.batch * pair.n_kv_heads * columns
+    return [
+        *(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, pair.n_kv_heads, rows, 0, 0),
+        *_token_ints(layout, 1, 1),
+    ]
