@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import kernels
-from .codec import FLOAT_DTYPES, PackedRows, dequantise, live_regions
+from .codec import FLOAT_DTYPES, PackedRows, dequantise, live_regions, plain_rows
 from .format import RAW_BITS
 from .rotation import hadamard, rotate_back
 
@@ -53,10 +53,9 @@ def attention(
     why = _ops_reason(keys, values)
     if keys.fused == "require" and why is not None:
         raise ValueError(f'fused="require", but {why}')
-    if _is_usual(q, keys, values, mask, sinks, softcap):
-        k, v = keys.plain, values.plain
-        if k is not None and v is not None:
-            return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    plain = plain_rows(keys, values)
+    if plain is not None and _is_usual(q, keys, values, mask, sinks, softcap):
+        return mx.fast.scaled_dot_product_attention(q, *plain, scale=scale, mask=mask, sinks=sinks)
     if why is None and q.size:
         return kernels.attend(q, keys, values, scale, mask, sinks, softcap)
     return ops_attention(q, keys, values, scale, mask, sinks, softcap)
@@ -128,8 +127,7 @@ def explain(keys, values: PackedRows | None = None) -> str:
         raise ValueError(f"keys and values must be PackedRows, or keys a cache or a list of caches, got {got}")
     why = _ops_reason(keys, values)
     path = f"kernels ({kernels.backend()})" if why is None else f"MLX ops: {why}"
-    plain = keys.plain is not None and values.plain is not None and keys.dtype == values.dtype
-    return _PLAIN + path if plain else path
+    return _PLAIN + path if plain_rows(keys, values) is not None and keys.dtype == values.dtype else path
 
 
 def _check(q, keys, values, scale, mask, sinks, softcap) -> None:

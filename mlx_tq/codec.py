@@ -104,14 +104,6 @@ class PackedRows:
         return (len(self.layout.pad), self.n_kv_heads, self.layout.length, self.dim)
 
     @property
-    def plain(self) -> mx.array | None:
-        """All rows as they came `(B, n_kv_heads, L, D)`, where none is packed and there is no padding; else None."""
-        layout = self.layout
-        if self.exact is None or any(layout.packed) or any(layout.pad):
-            return None
-        return self.exact[:, :, : layout.length]
-
-    @property
     def nbytes(self) -> int:
         """Bytes held, spare capacity included."""
         arrays = [*(self.regions or ()), self.exact]
@@ -121,6 +113,14 @@ class PackedRows:
     def signs(self) -> tuple[mx.array, mx.array]:
         """The sign vectors (s, s') of this layer."""
         return layer_signs(self.format.seed, self.layer_index, self.dim)
+
+
+def plain_rows(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array] | None:
+    """All rows as they came `(B, n_kv_heads, L, D)`, where none is packed and there is no padding."""
+    layout = keys.layout
+    if any(layout.packed) or any(layout.pad) or keys.exact is None or values.exact is None:
+        return None
+    return keys.exact[:, :, : layout.length], values.exact[:, :, : layout.length]
 
 
 def check_rows(name: str, x: mx.array) -> None:

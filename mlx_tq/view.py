@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from . import kernels
 from .attention import attention
-from .codec import PackedRows, decode_keys, decode_values
+from .codec import PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
 _original = None
@@ -45,10 +45,7 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
-    k, v = keys.plain, values.plain
-    if k is None or v is None:
-        k, v = _decoded(keys, values)
-    k, v = TQView(k), TQView(v)
+    k, v = map(TQView, plain_rows(keys, values) or _decoded(keys, values))
     k.rows, v.rows = keys, values
     return k, v
 
