@@ -46,5 +46,5 @@ const float norm = denominator == 0.0f ? 0.0f : 1.0f / denominator;  // a NaN st
 for (int i = lane; i < DV; i += 32) {
   float sum = 0.0f;
   for (int n = 0; n < NSG; ++n) sum += sums[n * DV + i];
-  out[size_t(item) * DV + i] = T(sum * norm);
+  out[size_t(item) * DV + i] = narrow<T>(sum * norm, consts[5]);
 }

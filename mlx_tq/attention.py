@@ -11,7 +11,7 @@ import numpy as np
 from . import kernels
 from .codec import FLOAT_DTYPES, PackedRows, dequantise, live_regions, plain_rows
 from .format import RAW_BITS
-from .rotation import hadamard, rotate_back
+from .rotation import hadamard, rotate_back, to_dtype
 
 # Bounds on what the ops path holds at a time: score elements of a block, and tokens of a block.
 _BLOCK_SCORES = 1 << 21
@@ -281,7 +281,7 @@ def _online(q, keys, values, scale, mask, sinks, softcap, remaining) -> mx.array
         out[True] = rotate_back(out[True], values.signs[0])
     total = sum(out.values(), mx.zeros((b, n_kv, groups * length, values.dim)))
     total = total / mx.where(denominator > 0, denominator, 1)
-    return total.reshape(b, n_heads, length, values.dim).astype(dtype)
+    return to_dtype(total.reshape(b, n_heads, length, values.dim), dtype)
 
 
 def _dense(rows: PackedRows, loaded, packed: bool) -> tuple[mx.array, mx.array | None, bool]:

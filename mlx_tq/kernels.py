@@ -53,7 +53,7 @@ _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 _ROWS = "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact"
 _INPUTS = {
     "attend": f"query {_ROWS} mask k_signs k_jl_signs k_mix v_signs v_mix params consts",
-    "merge": "partial softmax sinks params",
+    "merge": "partial softmax sinks params consts",
     "means": "keys params",
     "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
     "decode": f"{_ROWS} k_signs k_jl_signs k_mix v_signs v_mix params consts",
@@ -426,11 +426,12 @@ def _attend_graph(
     stream: str,
 ):
     """Of the inputs `given`, params last, and of the sinks, if there are any."""
-    run = _with_constants(first, given, _constants(pair, second.dtypes * 2, scale, softcap))
+    constants = _constants(pair, second.dtypes * 2, scale, softcap)
+    run = _with_constants(first, given, constants)
 
     def attend_and_merge(*arrays):
         arrays, sink = (arrays[:-1], arrays[-1]) if sinks else (arrays, _nothing())
-        return _launch(second, [*run(*arrays), sink, arrays[-1]])[0]
+        return _launch(second, [*run(*arrays), sink, arrays[-1], constants["consts"]])[0]
 
     return _graph(attend_and_merge)
 

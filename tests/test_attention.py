@@ -697,3 +697,13 @@ def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch,
     want = attention64(q, decode64(keys), decode64(values), 0.125, mask)
     half = max_error(plain(q, keys, values, 0.125, causal(100, 140) if mask else None, dtype=dtype), want)
     assert max_error(attention(q, keys, values, scale=0.125, mask=mask), want) <= 2 * half
+
+
+def test_results_beyond_float16_are_its_largest_numbers(path):
+    """Codes may stand for a little more than the rows they are of, which mlx-lm's cache would give back."""
+    keys = encode_keys(normal(1, 1, 1, 32, 64, dtype=mx.float16))
+    values = encode_values(mx.full((1, 1, 32, 64), 65504.0, mx.float16) * mx.sign(normal(2, 64)).astype(mx.float16))
+    want = decode64(values)
+    assert np.abs(want).max() > 65504
+    got = to64(path(normal(3, 1, 1, 1, 64, dtype=mx.float16), keys, values, scale=0.125))
+    np.testing.assert_allclose(got, np.clip(want.mean(axis=2, keepdims=True), -65504, 65504), rtol=2e-3)
