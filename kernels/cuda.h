@@ -83,8 +83,32 @@ TQ_FUNC void mma_16x8x16<bfloat16_t>(float* c, const uint* a, const uint* b) {
   TQ_MMA("bf16");
 }
 
+// c += a b, whole numbers: a is 16 x 32 unsigned bytes in four words a lane, b 32 x 8 bytes, char or uchar, in two.
+#define TQ_MMA_BYTES(type)                                                                                        \
+  asm volatile(                                                                                                  \
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8." type ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                           \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <typename T>
+TQ_FUNC void mma_16x8x32(int* c, const uint* a, const uint* b);
+template <>
+TQ_FUNC void mma_16x8x32<char>(int* c, const uint* a, const uint* b) {
+  TQ_MMA_BYTES("s8");
+}
+template <>
+TQ_FUNC void mma_16x8x32<uchar>(int* c, const uint* a, const uint* b) {
+  TQ_MMA_BYTES("u8");
+}
+
 // Four of the bytes of a (0 to 3) and b (4 to 7), named by the digits of `which`, the lowest byte by the last.
 TQ_FUNC uint pick_bytes(uint a, uint b, uint which) { return __byte_perm(a, b, which); }
+
+// x & ~bits, for bits that are set in x, by the unit that multiplies: the other one has more to do.
+TQ_FUNC uint without(uint x, uint bits) {
+  uint y;
+  asm("mad.lo.u32 %0, %1, 0xffffffff, %2;" : "=r"(y) : "r"(bits), "r"(x));
+  return y;
+}
 
 // An 8 x 8 tile of 16-bit numbers, two neighbours of a row in each lane's word, transposed.
 TQ_FUNC uint transpose_8x8(uint x) {
@@ -96,3 +120,9 @@ TQ_FUNC uint transpose_8x8(uint x) {
 #define threadgroup_position_in_grid blockIdx
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
+
+// Threads of a threadgroup, and how many threadgroups registers must be left for. MLX writes the kernel's signature.
+#ifdef LAUNCH_BOUNDS
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(LAUNCH_BOUNDS)
+#endif

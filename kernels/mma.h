@@ -1,13 +1,16 @@
-// Goes behind common.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16
-// and transpose_8x8, which stand for instructions of NVIDIA GPUs.
+// Goes behind common.h for attend_mma.metal: fragments of the tiles that matrix units multiply. cuda.h has mma_16x8x16,
+// mma_16x8x32 and transpose_8x8, which stand for instructions of NVIDIA GPUs.
 
 // Exponent of a power of two that brings numbers up to `largest` into the middle of float16 where they are divided by it.
 TQ_FUNC int middle_exponent(float largest) { return clamp(int(as_type<uint>(largest) >> 23) - 127, -100, 100) - 13; }
 
 TQ_FUNC float power_of_two(int exponent) { return as_type<float>(uint(127 + exponent) << 23); }
 
-// What sums of products of field_pair must be multiplied by.
-constant constexpr float CODE_UNIT = 16777216.0f;
+// Queries and weights as whole numbers: the largest query, two bytes of up to 127, and what four weights may add up to,
+// two bytes of up to 255. MOST_SUM: the same before they are made whole.
+constant constexpr float MOST_QUERY = 32639.0f, MOST_WEIGHT = 65000.0f, MOST_SUM = 16.0f;
+// Finite, so that a weight of 0 stays 0, and above 0, so that a ratio is a number.
+constant constexpr float MOST_GAIN = 1e36f, LEAST_GAIN = 1e-36f;
 
 // Two numbers as T side by side in a word.
 template <typename T>
@@ -20,23 +23,39 @@ TQ_FUNC uint halves(uint a, uint b, bool upper) {
   return pick_bytes(a, b, upper ? 0x7632 : 0x5410);
 }
 
-// Where field j of half a word lies in its byte.
+// The coordinate of field `field` of byte `byte` of word `word` of `four_bits`.
 template <int B>
-constexpr int field_place(int j) {
-  return field_width(B) * j % 8;
+constexpr int coordinate_of(int word, int byte, int field) {
+  return B == 4 ? 8 * word + 2 * byte + field : word / 2 * 16 + 4 * byte + 2 * field + word % 2;
 }
 
-// Field j of both halves of a word of codes as float16 denormals, times 2 to the power of its place. But for 3-bit codes
-// the fields below it in its byte come along, so that the last one of a byte needs no mask; queries and sums make up for
-// them. Bit b of the halves of `plane` is the third bit of a 3-bit code.
+// Word w of a lane's part of a row with 4 bits to each code. Codes of 2 and 3 bits are spread over two words, those at
+// even coordinates and those at odd ones.
 template <int B>
-TQ_FUNC uint field_pair(uint codes, uint plane, int j, int b) {
-  constexpr int W = field_width(B);
-  const int place = field_place<B>(j), to = place + 2;
-  const uint bytes = W * j >= 8 ? pick_bytes(codes, 0, 0x4341) : codes & 0x00FF00FFu;
-  const uint third = (b < to ? plane << (to - b) : plane >> (b - to)) & 0x00010001u << to;
-  if (B == 3) return (bytes & 0x00030003u << place) | third;
-  return place + W == 8 ? bytes : bytes & ((1u << (place + W)) - 1u) * 0x00010001u;
+TQ_FUNC uint four_bits(thread const uint* words, thread const uint* plane, int w) {
+  if (B == 4) return words[w];
+  const uint low = words[w / 2] >> w % 2 * 2 & 0x33333333u;
+  if (B == 2) return low;
+  uint third = pick_bytes(plane[w / 4], 0, w / 2 % 2 ? 0x4342 : 0x4140);
+  third = (third | third << 4) & 0x0F0F0F0Fu;
+  third = (third | third << 2) & 0x33333333u;
+  return low | (third << (2 - w % 2) & 0x44444444u);
+}
+
+constant constexpr uint LOW_FIELDS = 0x0F0F0F0Fu;
+
+// Selects the lowest bits of each byte.
+constexpr uint fields_up_to(int bits) { return ((1u << bits) - 1u) * 0x01010101u; }
+
+// Byte i of four words side by side in out[i].
+TQ_FUNC void transpose_bytes(thread const uint* words, thread uint* out) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint a = pick_bytes(words[0], words[1], i ? 0x7362 : 0x5140);
+    const uint b = pick_bytes(words[2], words[3], i ? 0x7362 : 0x5140);
+    out[2 * i] = halves(a, b, false);
+    out[2 * i + 1] = halves(a, b, true);
+  }
 }
 
 // N bits of a row.
@@ -67,54 +86,50 @@ TQ_FUNC void load_part(device const uchar* from, thread uint* out) {
 // A lane's parts of 4 neighbouring keys.
 template <int D, int B>
 TQ_FUNC void load_keys(device const uchar* rows, device const uchar* planes, thread uint* words, thread uint* bits) {
-  constexpr int W = field_width(B), N = D / 4 * W / 32;
+  constexpr int W = field_width(B), N = D / 4 * W / 32, P = (D / 4 + 31) / 32;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint third[N];
     load_part<D / 4 * W>(rows + i * row_words(D, W) * 4, words + i * N);
-    if (B == 3) load_part<D / 4>(planes + i * row_words(D, 1) * 4, third);
-#pragma unroll
-    for (int w = 0; w < N; ++w) {
-      const uint x = B == 3 ? third[w / 2] >> w % 2 * 16 : 0u;
-      bits[i * N + w] = (x & 0xFFu) | (x & 0xFF00u) << 8;
-    }
+    if (B == 3) load_part<D / 4>(planes + i * row_words(D, 1) * 4, bits + i * P);
   }
 }
 
-// A lane's parts of 8 neighbouring values, in the order in which transpose_8x8 leaves weights: 0 4 1 5 2 6 3 7.
+// A lane's parts of 8 neighbouring values, in the order in which transpose_8x8 leaves weights: 0 1 4 5 2 3 6 7.
 template <int D, int B>
 TQ_FUNC void load_values(device const uchar* rows, device const uchar* planes, thread uint* words, thread uint* bits) {
-  constexpr int W = field_width(B), N = D / 8 * W < 32 ? 1 : D / 8 * W / 32;
+  constexpr int W = field_width(B), N = (D / 8 * W + 31) / 32;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int row = i % 2 * 4 + i / 2;
+    const int row = i / 4 * 2 + i / 2 % 2 * 4 + i % 2;
     load_part<D / 8 * W>(rows + row * row_words(D, W) * 4, words + i * N);
-    bits[i] = 0u;
     if (B == 3) load_part<D / 8>(planes + row * row_words(D, 1) * 4, bits + i);
   }
 }
 
-// Adds the products of 16 rows with the queries; this lane reads parts of the rows `low` (row g) and `high` (g + 8).
-// BATCH steps wait for memory together, and no more: unrolled, all would, which takes the registers of a threadgroup.
-template <int STEPS, int BATCH, typename T, typename P>
+// Scores of 16 rows; this lane reads parts of the rows `low` (row g) and `high` (g + 8), and gets their scores for
+// query row t of each set. BATCH steps wait for memory together, and no more: unrolled, all would, which takes the
+// registers of a threadgroup.
+template <int STEPS, int BATCH, int S, typename T, typename P>
 TQ_FUNC void plain_scores(P low, P high, threadgroup const float* fragments, uint lane, thread float* score) {
   device const uint* a = (device const uint*)low + lane % 4;
   device const uint* b = (device const uint*)high + lane % 4;
+  float sums[4 * S];
+#pragma unroll
+  for (int i = 0; i < 4 * S; ++i) sums[i] = 0.0f;
 #pragma unroll 1
   for (int from = 0; from < STEPS; from += BATCH) {
     uint rows[BATCH * 4];
 #pragma unroll
     for (int i = 0; i < BATCH * 4; ++i) rows[i] = (i % 2 ? b : a)[8 * (from + i / 4) + i / 2 % 2 * 4];
 #pragma unroll
-    for (int s = 0; s < BATCH; ++s) {
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        threadgroup const float* query = fragments + (from + s) * 128 + part * 64 + lane;
-        const uint queries[2] = {as_type<uint>(query[0]), as_type<uint>(query[32])};
-        mma_16x8x16<T>(score, rows + 4 * s, queries);
-      }
+    for (int i = 0; i < BATCH * S; ++i) {
+      threadgroup const float* query = fragments + (from * S + i) * 64 + lane;
+      const uint queries[2] = {as_type<uint>(query[0]), as_type<uint>(query[32])};
+      mma_16x8x16<T>(sums + i % S * 4, rows + i / S * 4, queries);
     }
   }
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) score[i] = sums[2 * i] + sums[2 * i + 1];
 }
 
 // The four scales of type S in two words.
@@ -124,6 +139,11 @@ TQ_FUNC void scales_of(device const S*, thread const uint* words, thread float* 
   for (int i = 0; i < 4; ++i) scale[i] = float(as_type<S>(ushort(words[i / 2] >> i % 2 * 16)));
 }
 
+TQ_FUNC void scales_of(device const bfloat16_t*, thread const uint* words, thread float* scale) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scale[i] = as_type<float>(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
+}
+
 // Over the tokens of a tile's rows, which lie in lanes 4 g + t.
 TQ_FUNC float over_tokens_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(4)));
@@ -131,51 +151,98 @@ TQ_FUNC float over_tokens_max(float x) {
   return max(x, simd_shuffle_xor(x, ushort(16)));
 }
 
-TQ_FUNC float over_tokens_sum(float x) {
+template <typename X>
+TQ_FUNC X over_tokens_sum(X x) {
   x += simd_shuffle_xor(x, ushort(4));
   x += simd_shuffle_xor(x, ushort(8));
   return x + simd_shuffle_xor(x, ushort(16));
 }
 
-constant constexpr float MOST_GAIN = 1e36f;  // finite, so that a weight of 0 stays 0
-
-// The largest of a lane's 8 numbers in each of its two columns.
-TQ_FUNC void column_max(thread const float* x, thread float* most) {
+// Whether one of the four scores of a set is well above the maximum that weights refer to.
+template <int S>
+TQ_FUNC bool any_above(thread const float* score, thread const float* top) {
+  bool above = false;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) most[i] = max(max(x[i], x[i + 2]), max(x[i + 4], x[i + 6]));
+  for (int i = 0; i < 4 * S; ++i) above = above || score[i] > top[i / 4] + LAZY;
+  return above;
 }
 
-// Raises the maxima that weights refer to where a score is well above, and makes sums refer to the new ones: those of
-// weights, and the factor of weights in the accumulators, or the accumulators themselves.
-template <int TILES>
-TQ_FUNC void raise_top(
-    thread const float* score, thread float* top, thread float* denominator, thread float* gain, thread float* acc) {
-  float most[2], shrink[2];
-  column_max(score, most);
-  if (!simd_any(most[0] > top[0] + LAZY || most[1] > top[1] + LAZY)) return;
+// Raises the maxima that weights refer to as far as the scores, and makes the sums of weights refer to the new ones;
+// `shrink` is what weights of before are multiplied by.
+template <int S>
+TQ_FUNC void raise_top(thread const float* score, thread float* top, thread float* denominator, thread float* shrink) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float raised = max(top[i], over_tokens_max(most[i]));
-    shrink[i] = exp2(top[i] - raised);
-    gain[i] = min(gain[i] * exp2(raised - top[i]), MOST_GAIN);
-    top[i] = raised;
-    denominator[i] *= shrink[i];
+  for (int s = 0; s < S; ++s) {
+    thread const float* x = score + 4 * s;
+    const float raised = max(top[s], over_tokens_max(max(max(x[0], x[1]), max(x[2], x[3]))));
+    shrink[s] = exp2(top[s] - raised);
+    top[s] = raised;
+    denominator[s] *= shrink[s];
   }
-#pragma unroll
-  for (int i = 0; i < TILES * 4; ++i) acc[i] *= shrink[i % 2];
 }
 
-// Lowers the factors of weights where a weight times its factor is well above 1.
-template <int TILES>
-TQ_FUNC void lower_gain(thread const float* weight, thread float* gain, thread float* acc) {
-  float most[2];
-  column_max(weight, most);
-  if (!simd_any(most[0] * gain[0] > 16.0f || most[1] * gain[1] > 16.0f)) return;
+TQ_FUNC float sum_of_four(thread const float* x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+
+// Weights of the four tokens of a set times the scales of their values, and the sums of the weights. Whether they ask
+// for a higher maximum or a lower factor: told by sums, because those are made by other units than fields of codes.
+template <int S, int MASK>
+TQ_FUNC bool weigh(
+    thread const float* score, thread const float* factor, thread const float* top, thread const float* gain,
+    thread float* weight, thread float* sums) {
+  bool beyond = false;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float lowered = min(gain[i], 1.0f / over_tokens_max(most[i])), smaller = lowered / gain[i];
-    gain[i] = lowered;
+  for (int s = 0; s < S; ++s) {
+    float p[4];
 #pragma unroll
-    for (int n = i; n < TILES * 4; n += 2) acc[n] *= smaller;
+    for (int i = 0; i < 4; ++i) {
+      p[i] = exp2(score[4 * s + i] - top[s]);
+      weight[4 * s + i] = MASK != 0 && p[i] == 0.0f ? 0.0f : p[i] * factor[i];
+    }
+    sums[s] = sum_of_four(p);
+    beyond = beyond || sums[s] > MOST_SUM || sum_of_four(weight + 4 * s) * gain[s] > MOST_WEIGHT;
   }
+  return beyond;
+}
+
+// Factors of weights after raise_top, and what was summed up with the old ones. Weights of before are smaller now, so
+// their factor is larger; it is lowered, with room for twice the weights, where those of a set are beyond 16 bits. Sums
+// lie in pairs: 256 times the first, and the second.
+template <int S, int PAIRS>
+TQ_FUNC void choose_gain(
+    thread const float* weight, thread const float* shrink, thread float* gain, thread float* carry, thread uint* total,
+    thread int* sums) {
+#pragma unroll
+  for (int s = 0; s < S; ++s) {
+    const float most = over_tokens_max(sum_of_four(weight + 4 * s)), old = gain[s] / shrink[s];
+    gain[s] = max(min(min(old, MOST_WEIGHT / 2 / most), MOST_GAIN), LEAST_GAIN);
+    const float smaller = gain[s] / old;
+    carry[s] *= smaller;
+    total[s] = uint(rint(float(total[s]) * smaller));
+#pragma unroll
+    for (int i = s * PAIRS; i < (s + 1) * PAIRS; ++i) {
+      const float sum = fma(256.0f, float(sums[2 * i]), float(sums[2 * i + 1])) * smaller, high = rint(sum / 256);
+      sums[2 * i] = int(high);
+      sums[2 * i + 1] = int(rint(fma(-256.0f, high, sum)));
+    }
+  }
+}
+
+// The factors of four tokens' weights as whole numbers of 16 bits, in two words of the bytes high, high, low, low. What
+// rounding leaves is carried on to the next weight: many small ones would all be rounded the same way.
+TQ_FUNC void whole_weights(
+    thread const float* weight, float gain, thread float* carry, thread uint* total, thread uint* out) {
+  constexpr float WHOLE = 12582912.0f;  // added to a number, leaves no place behind the point
+  float sum = *carry;
+  uint last = as_type<uint>(WHOLE), digits[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum = fma(weight[i], gain, sum);
+    const uint rounded = as_type<uint>(sum + WHOLE);
+    digits[i] = rounded - last;
+    last = rounded;
+  }
+  *total += last - as_type<uint>(WHOLE);
+  *carry = sum - (as_type<float>(last) - WHOLE);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) out[i] = pick_bytes(digits[2 * i], digits[2 * i + 1], 0x4051);
 }

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import count
+from itertools import count, product
 from math import prod
 from operator import add
 from pathlib import Path
@@ -37,9 +37,12 @@ _MAX_SPLITS = 512
 _MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
-# What attend_mma.metal takes: query rows, and widths with as many of its threadgroups as large GPUs hold at a time.
-_MMA_ROWS = 8
-_MMA_THREADGROUPS = {64: 528, 128: 396, 256: 264}
+# Widths that attend_mma.metal takes, with how many of its threadgroups of 4 query rows, and of 8, a multiprocessor is
+# to hold at a time, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
+_MMA_RESIDENT = {64: (5, 4), 128: (4, 3), 256: (2,)}
+_MULTIPROCESSORS = 132
+# Packed blocks that one of its simdgroups may read: sums of products of two bytes then fit 32 bits.
+_MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
 _EXACT_COST = {"attend": 3, "attend_mma": 2}
 # From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
@@ -114,10 +117,12 @@ def without_comments(source: str) -> str:
 
 
 @cache
-def _kernel(name: str, backend: str):
+def _kernel(name: str, backend: str, resident: int = 0):
     source, head, make = text(f"{name}.metal"), header(name), mx.fast.metal_kernel
     if backend == "cuda":
         source, head, make = cuda_text(source), text("cuda.h") + cuda_text(head), mx.fast.cuda_kernel
+        if resident:
+            head = f"#define LAUNCH_BOUNDS {NSG * 32}, {resident}\n{head}"
     return make(
         name=f"tq_{name}",
         input_names=_INPUTS[name].split(),
@@ -206,23 +211,24 @@ def _later(layout: Layout, steps: int) -> Layout:
     return layout._replace(recent=tuple([n + steps for n in layout.recent]))
 
 
-def _token_ints(layout: Layout, workers: int, cost: int) -> list[int]:
+def _token_ints(layout: Layout, workers: int, cost: int, share: int) -> list[int]:
     """Where the tokens of each batch row are and who reads them, see `params` in kernels/README.md."""
     out = []
     for pad, first, packed, recent in zip(*layout, strict=True):
-        out += (pad, first, packed, recent, *_deal(packed, first + recent, workers, cost), 0)
+        out += (pad, first, packed, recent, *_deal(packed, first + recent, workers, cost, share), 0)
     return out
 
 
-def _deal(packed: int, exact: int, workers: int, cost: int) -> tuple[int, int, int]:
+def _deal(packed: int, exact: int, workers: int, cost: int, most: int) -> tuple[int, int, int]:
     """How workers, each of which reads tokens of one kind, share so many packed and exact tokens.
 
-    A block of exact tokens takes as long as `cost` packed ones. Returns how many workers read packed blocks, packed
-    blocks of each of them, and exact blocks of each of the others. Tokens of both kinds need two workers.
+    A block of exact tokens takes as long as `cost` packed ones, and a worker may read `most` packed ones. Returns how
+    many workers read packed blocks, packed blocks of each of them, and exact blocks of each of the others. Tokens of
+    both kinds need two workers.
     """
     packed, exact = (-(-n // ROW_BLOCK) for n in (packed, exact))
     others = round(workers * cost * exact / max(1, packed + cost * exact))
-    others = min(max(others, exact > 0), max(1, exact), workers - (packed > 0))
+    others = min(max(others, exact > 0), max(1, exact), workers - -(-packed // most))
     coders = workers - others
     return coders, -(-packed // max(1, coders)), -(-exact // max(1, others))
 
@@ -257,10 +263,15 @@ def reason(dim: int, value_dim: int) -> str | None:
 
 
 class SelfTest:
-    """Outcome of the self test of a back end: `problem` is None where the kernels gave the right numbers."""
+    """Outcome of the self test of a back end: `problem` is None where the kernels gave the right numbers.
 
-    def __init__(self, problem: str | None, denormal: bool, error: float | None, running: bool = False):
-        self.problem, self.denormal, self.error, self.running = problem, denormal, error, running
+    denormal: whether codes may be read as float16 denormals; mma: whether attend_mma.metal may run where it can.
+    """
+
+    def __init__(
+        self, problem: str | None, denormal: bool, error: float | None, running: bool = False, mma: bool = True
+    ):
+        self.problem, self.denormal, self.error, self.running, self.mma = problem, denormal, error, running, mma
 
 
 # A float16 result may be off by so much less, compared with a float32 one.
@@ -273,7 +284,8 @@ def self_test(device: str) -> SelfTest:
     """Compiles the kernels and compares a small case with MLX ops, once per process.
 
     Reading codes as float16 denormals needs a GPU that keeps them; where that fails the kernels convert integers
-    instead. Where both fail, a warning says so and everything runs on MLX ops.
+    instead, and where both fail they do without matrix units. Where all fails, a warning says so and everything runs on
+    MLX ops.
     """
     test = _tests.get(device)
     if test is not None and not test.running:
@@ -281,8 +293,8 @@ def self_test(device: str) -> SelfTest:
     with _test_lock:
         if device not in _tests:
             problem = None
-            for denormal in (True, False):
-                _tests[device] = SelfTest(None, denormal, None, True)  # what the launches below will see
+            for mma, denormal in product((True, False) if _has_mma(device) else (True,), (True, False)):
+                _tests[device] = SelfTest(None, denormal, None, True, mma)  # what the launches below will see
                 try:
                     error = _self_test_error(device)
                     problem = None if error < 1e-4 else f"the self test is off by {error:.3g}"
@@ -290,7 +302,7 @@ def self_test(device: str) -> SelfTest:
                     error, problem = None, f"the self test failed: {failure}"
                 if problem is None:
                     break
-            _tests[device] = SelfTest(problem, denormal, error)
+            _tests[device] = SelfTest(problem, denormal, error, mma=mma)
             if problem is not None:
                 warnings.warn(f"mlx-tq uses MLX ops, not its {device} kernels: {problem}", RuntimeWarning, stacklevel=2)
         return _tests[device]
@@ -364,11 +376,12 @@ class _Launch(NamedTuple):
     dtypes: tuple[mx.Dtype, ...]
     grid: tuple[int, int, int]  # from `_grid`
     device: str
+    resident: int = 0  # threadgroups that a multiprocessor must have registers for; 0: as it comes
 
 
 def _launch(launch: _Launch, inputs: Iterable[mx.array]) -> list[mx.array]:
     """Runs a kernel; returns its outputs."""
-    return _kernel(launch.name, launch.device)(
+    return _kernel(launch.name, launch.device, launch.resident)(
         inputs=list(inputs),
         template=list(launch.template),
         grid=launch.grid,
@@ -614,36 +627,43 @@ def _one_short_dtype(*dtypes: mx.Dtype) -> bool:
     return set(dtypes) in ({mx.float16}, {mx.bfloat16})
 
 
-def _takes_mma(pair: _Pair, dtype: mx.Dtype, denormal: bool) -> bool:
+def _takes_mma(pair: _Pair, dtype: mx.Dtype) -> bool:
     """Whether attend_mma.metal does these rows rather than attend.metal."""
     format = pair.format
     return (
         _one_short_dtype(dtype, pair.dtype, pair.value_dtype)
-        and pair.dim in _MMA_THREADGROUPS
-        and pair.value_dim in _MMA_THREADGROUPS
+        and pair.dim in _MMA_RESIDENT
+        and pair.value_dim in _MMA_RESIDENT
         and (format.codebook, format.qjl) == ("uniform", False)
         and RAW_BITS not in (format.key_bits, format.value_bits)
         and _has_mma(pair.device)
-        and denormal
     )
+
+
+def _resident(pair: _Pair, per_item: int) -> int:
+    """Threadgroups of attend_mma.metal, with so many query rows, of one multiprocessor."""
+    return _MMA_RESIDENT[max(pair.dim, pair.value_dim)][per_item // 4 - 1]
 
 
 def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
-    device = pair.device
-    per_item = _MMA_ROWS if mma else _rows_per_simdgroup(rows, pair.dim, pair.value_dim, device)
+    if mma:
+        per_item = 4 * min(-(-rows // 4), len(_MMA_RESIDENT[max(pair.dim, pair.value_dim)]))
+    else:
+        per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.device)
     tiles = -(-rows // per_item)
     items = tiles * pair.n_kv_heads * pair.batch
     packed = -(-max(layout.packed) // ROW_BLOCK)
     exact = -(-max(map(add, layout.first, layout.recent)) // ROW_BLOCK)
     blocks = packed + exact
-    # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
-    if mma:
-        most = min(_MMA_THREADGROUPS[max(pair.dim, pair.value_dim)] // items, -(-blocks // NSG))
-    else:
-        most = min(-(-_WANTED_ITEMS[device] // items), -(-blocks // 2))
     # Packed and exact blocks go to different simdgroups. Few of them would be too uneven.
     least = 2 if packed and exact else 1
+    # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
+    if mma:
+        most = min(_resident(pair, per_item) * _MULTIPROCESSORS // items, -(-blocks // NSG))
+        least = max(least, -(-(-(-packed // _MMA_SHARE) + (exact > 0)) // NSG))
+    else:
+        most = min(-(-_WANTED_ITEMS[pair.device] // items), -(-blocks // 2))
     return per_item, tiles, max(least, min(most, _MAX_SPLITS))
 
 
@@ -741,8 +761,9 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         if max(strides) >= 1 << 31:
             raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
         more = (_padded(mask),)
+    test = self_test(pair.device)
     graph, params = _prepared_attend(
-        *(pair, keys.layout, self_test(pair.device).denormal, q.shape, q.dtype, kind, strides),
+        *(pair, keys.layout, test.denormal, test.mma and _takes_mma(pair, q.dtype), q.shape, q.dtype, kind, strides),
         *(last if kind == 1 else None, float(scale), None if softcap is None else float(softcap)),
         *(sinks is not None, _stream()),
     )
@@ -751,7 +772,19 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
 
 @_prepared_once
 def _prepared_attend(
-    pair: _Pair, layout: Layout, denormal: bool, shape, dtype, kind: int, strides, last, scale, softcap, sinks, stream
+    pair: _Pair,
+    layout: Layout,
+    denormal: bool,
+    mma: bool,
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    kind: int,
+    strides: tuple[int, ...],
+    last: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: bool,
+    stream: str,
 ):
     """The graph of attention and merge, and its params."""
     pair.check(layout)
@@ -759,10 +792,11 @@ def _prepared_attend(
     n_kv, value_dim, device = pair.n_kv_heads, pair.value_dim, pair.device
     groups = n_heads // n_kv
     rows = groups * length
-    mma = _takes_mma(pair, dtype, denormal)
     name = "attend_mma" if mma else "attend"
     per_item, tiles, splits = _launch_shape(pair, layout, rows, mma)
-    options = {"T": dtype, "MASK": kind, "SOFTCAP": softcap is not None, "DENORMAL": denormal, "R": per_item}
+    options = {"T": dtype, "MASK": kind, "SOFTCAP": softcap is not None, "R": per_item}
+    if not mma:
+        options["DENORMAL"] = denormal
     first = _Launch(
         name,
         _shape_template(pair.format, dim, value_dim, **options),
@@ -770,6 +804,7 @@ def _prepared_attend(
         (mx.float32, mx.float32),
         _grid(name, device, tiles * splits * (NSG if mma else 1), n_kv, batch),
         device,
+        _resident(pair, per_item) if mma else 0,
     )
     second = _Launch(
         "merge",
@@ -789,11 +824,11 @@ def _attend_ints(layout: Layout, pair: _Pair, shape, mma: bool, strides, last: i
     groups = n_heads // pair.n_kv_heads
     packed, exact, pages = pair.capacities
     _, tiles, splits = _launch_shape(pair, layout, groups * length, mma)
-    workers, cost = (splits * NSG, _EXACT_COST["attend_mma"]) if mma else (splits, _EXACT_COST["attend"])
+    deal = (splits * NSG, _EXACT_COST["attend_mma"], _MMA_SHARE) if mma else (splits, _EXACT_COST["attend"], 1 << 31)
     return [
         *(groups, length, layout.length if last is None else last, packed, exact, splits, tiles, pages),
         *(*strides, pair.n_kv_heads, batch * n_heads * length, n_heads, 0),
-        *_token_ints(layout, workers, cost),
+        *_token_ints(layout, *deal),
     ]
 
 
@@ -929,5 +964,5 @@ def _decode_ints(layout: Layout, pair: _Pair) -> list[int]:
     rows = pair.batch * pair.n_kv_heads * columns
     return [
         *(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, pair.n_kv_heads, rows, 0, 0),
-        *_token_ints(layout, 1, 1),
+        *_token_ints(layout, 1, 1, 1 << 31),
     ]

@@ -4,6 +4,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import msl
@@ -388,7 +389,7 @@ def test_the_kernels_are_skipped_only_for_a_reason():
 
 @given(st.integers(0, 3000), st.integers(0, 900), st.integers(2, 300), st.sampled_from(sorted(kernels._EXACT_COST)))
 def test_every_block_is_dealt_out_once(packed, exact, workers, kernel):
-    coders, packed_share, exact_share = kernels._deal(packed, exact, workers, kernels._EXACT_COST[kernel])
+    coders, packed_share, exact_share = kernels._deal(packed, exact, workers, kernels._EXACT_COST[kernel], 1 << 31)
     assert 0 <= coders <= workers
     for tokens, share, readers in ((packed, packed_share, coders), (exact, exact_share, workers - coders)):
         blocks = -(-tokens // 32)
@@ -396,11 +397,22 @@ def test_every_block_is_dealt_out_once(packed, exact, workers, kernel):
         assert [block for part in ranges for block in part] == list(range(blocks))
 
 
+@given(st.integers(1, 1 << 24), st.integers(0, 100_000), st.integers(1, 4096), st.sampled_from((64, 128, 256)))
+def test_sums_of_whole_numbers_fit(packed, exact, heads, dim):
+    """A simdgroup of attend_mma.metal reads no more packed blocks than its sums have room for."""
+    layout = Layout.uniform(1, 0, packed, exact)
+    pair = SimpleNamespace(device="cuda", batch=1, n_kv_heads=heads, dim=dim, value_dim=64)
+    _, _, splits = kernels._launch_shape(pair, layout, 4, True)
+    most, cost = kernels._MMA_SHARE, kernels._EXACT_COST["attend_mma"]
+    assert kernels._deal(packed, exact, splits * kernels.NSG, cost, most)[1] <= most
+    assert 255 * 255 * 32 * most < 1 << 31
+
+
 @pytest.mark.parametrize("workers", (2, 7, 264))
 def test_blocks_are_dealt_out_evenly(workers):
     """The worker with the most to do has little more than its share, or a block."""
     for packed, exact in ((8192, 380), (131072, 260), (700, 380), (32, 388)):
-        _, packed_share, exact_share = kernels._deal(packed, exact, workers, 2)
+        _, packed_share, exact_share = kernels._deal(packed, exact, workers, 2, 1 << 31)
         fair = (packed + 2 * exact) / 32 / workers
         # One worker of two kinds is the least there can be, so two workers are as uneven as the tokens.
         most = max(-(-packed // 32), 2 * -(-exact // 32)) if workers == 2 else 1.5 * fair + 2

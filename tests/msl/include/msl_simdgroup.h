@@ -233,7 +233,7 @@ MSL_RT void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_mat
 
 // ---------------------------------------------------------------- tiles of 16 x 16, 16 x 8 and 8 x 8
 
-// Not Metal's: NVIDIA's mma.m16n8k16, prmt and movmatrix, which kernels/cuda.h gives these names.
+// Not Metal's: NVIDIA's mma.m16n8k16, mma.m16n8k32, prmt and movmatrix, which kernels/cuda.h gives these names.
 template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint* a, thread const uint* b, MSL_LINE) {
   struct Words {
     uint word[6];
@@ -247,11 +247,25 @@ template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint
     for (uint k = 0; k < 16; ++k)
       c[i] += number(g, i / 2 + k / 8 * 2, k) * number(2 * t + i % 2, 4 + k / 8, k);
 }
+template <typename T> MSL_RT void mma_16x8x32(thread int* c, thread const uint* a, thread const uint* b, MSL_LINE) {
+  struct Words {
+    uint word[6];
+  };
+  auto all = _msl::exchange(Words{a[0], a[1], a[2], a[3], b[0], b[1]}, "mma_16x8x32", _line);
+  const uint g = all.lane / 4, t = all.lane % 4;
+  const auto byte = [&](uint from, uint word, uint k) MSL_LAMBDA {
+    return all[4 * from + k % 16 / 4].word[word] >> k % 4 * 8 & 0xFFu;
+  };
+  for (uint i = 0; i < 4; ++i)
+    for (uint k = 0; k < 32; ++k)
+      c[i] += (int)byte(g, i / 2 + k / 16 * 2, k) * (int)(T)byte(2 * t + i % 2, 4 + k / 16, k);
+}
 inline uint pick_bytes(uint a, uint b, uint which) {
   uint y = 0;
   for (uint i = 0; i < 4; ++i) y |= uint((ulong(b) << 32 | a) >> (which >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
   return y;
 }
+inline uint without(uint x, uint bits) { return x & ~bits; }
 MSL_RT uint transpose_8x8(uint x, MSL_LINE) {
   auto all = _msl::exchange(x, "transpose_8x8", _line);
   const uint g = all.lane / 4, t = all.lane % 4, low = all[8 * t + g / 2], high = all[8 * t + 4 + g / 2];
