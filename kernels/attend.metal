@@ -1,9 +1,14 @@
 // Attention of R query rows to a range of tokens, by one simdgroup: a partial result for merge.metal.
 //
 // The tokens are walked 32 at a time. LK lanes share a key, C coordinates each; a transposing butterfly then gives each
-// lane the score of one key, for the softmax; values are read as keys are. A decoded row serves all R query rows.
+// lane the scores of R tokens for one query row, for the softmax. Values are read as keys are; their weights go through
+// threadgroup memory. A decoded row serves all R query rows.
 
-constexpr int C = chunk(D), LK = lanes(D), CV = chunk(DV), LV = lanes(DV), MAX_D = D > DV ? D : DV;
+constexpr int MAX_D = D > DV ? D : DV, QUERIES = QJL ? 2 * R : R;  // a query, and a sketch of it
+constexpr int C = chunk(D, QUERIES), LK = lanes(D, C), CV = chunk(DV, QUERIES), LV = lanes(DV, CV);
+constexpr int J = LK / R;                     // neighbouring lanes with one query row
+constexpr int V = LV < 16 / R ? LV : 16 / R;  // values at a time: few, so that the loop fits the instruction cache
+constexpr int WK = field_width(KB), WV = field_width(VB);
 constexpr int RENEW = 8;  // blocks after which sums are renewed
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
@@ -15,6 +20,7 @@ const int tile = item % tiles, split = item / tiles;
 const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of tokens
 
 threadgroup float scratch[NSG * R * MAX_D];
+threadgroup float4 token_weights[NSG * R * 8];  // float4 so that load_rows may read four at a time
 threadgroup float levels[32];
 if (sg == 0) levels[lane] = consts[8 + lane];
 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -26,35 +32,43 @@ const int pad = tokens.pad, first = tokens.first, n_packed = tokens.packed, n_ex
 const Range blocks = range_of(split, tokens);
 const bool coded = blocks.coded;
 
-// Read the queries, rotate them for codes, and keep this lane's coordinates.
+// Which chunk of a key and of a value this lane works on, in which group of lanes; and its query row.
+const uint kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
+const uint k_chunk = min(kl, uint(D / C - 1)), v_chunk = min(vl, uint(DV / CV - 1));
+const uint own = kl / J, own_token = kg * LK + kl % J * R;
+const int first_row = tile * R, rows = G * L, row = min(first_row + int(own), rows - 1);
+
 threadgroup float* queries = scratch + sg * R * MAX_D;
-const int first_row = tile * R, rows = G * L;
+// Weights of token t and all query rows are at weights_of(t); each lane writes those of its row, R tokens.
+threadgroup float* own_weights = (threadgroup float*)token_weights + (sg * R * 32 + own_token + own);
+threadgroup const float* group_weights = (threadgroup float*)token_weights + (sg * R * 32 + vg * LV);
+
+// Read the queries, rotate them for codes, and keep this lane's coordinates, those of its own row first: see own_row.
+#pragma unroll 1
 for (int r = 0; r < R; ++r) {
-  device const T* from = query_row(query, slot, min(first_row + r, rows - 1), G, L, D);
-  for (int i = lane; i < D; i += 32) queries[r * D + i] = float(from[i]) * consts[0];
+  read_query<D>(query_row(query, slot, min(first_row + r, rows - 1), G, L, D), consts[0], lane, queries + r * D);
   if (coded && KB != RAW) rotate_row<D>(queries + r * D, k_signs, k_mix, consts[4], lane);
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
-const int kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
-const int k_chunk = min(kl, D / C - 1), v_chunk = min(vl, DV / CV - 1);
 const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
-float q[R * C], start_sum[QJL ? 2 * R : R];
+// Sums start so that codes are symmetric, and that a bit of a sketch that is not set counts -1.
+float q[R * C], q_jl[QJL ? R * C : 1], k_start[R], jl_start[QJL ? R : 1];
 #pragma unroll
 for (int r = 0; r < R; ++r) {
   float sum = 0.0f;
 #pragma unroll
   for (int e = 0; e < C; ++e) {
-    const float y = queries[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
+    const float y = queries[(r ^ own) * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
     sum += x;
     q[r * C + e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
   }
-  start_sum[r] = -sum * k_code.offset;  // makes the codes symmetric
+  k_start[r] = -sum * k_code.offset;
 }
-float q_jl[QJL ? R * C : 1];
-if (QJL) {
+if (QJL && coded) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll 1
   for (int r = 0; r < R; ++r) {
-    for (int i = lane; i < D; i += 32) queries[r * D + i] *= k_jl_signs[i] * consts[2];
+    for (int i = lane; i < D; i += 32) queries[r * D + i] *= k_jl_signs[i] * (consts[2] / k_code.step);
     hadamard<D>(queries + r * D, k_mix, lane);
   }
 #pragma unroll
@@ -62,177 +76,214 @@ if (QJL) {
     float sum = 0.0f;
 #pragma unroll
     for (int e = 0; e < C; ++e) {
-      const float y = queries[r * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
+      const float y = queries[(r ^ own) * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
       sum += x;
       q_jl[QJL ? r * C + e : 0] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
     }
-    start_sum[QJL ? R + r : 0] = -sum;  // a bit that is not set counts -1
+    jl_start[QJL ? r : 0] = -sum;
   }
 }
-if (CENTERED && coded) {  // means are not rotated
+if (CENTERED && coded) {  // means are not rotated; a lane reads what it writes here
   simdgroup_barrier(mem_flags::mem_threadgroup);
-  for (int r = 0; r < R; ++r) {
-    device const T* from = query_row(query, slot, min(first_row + r, rows - 1), G, L, D);
-    for (int i = lane; i < D; i += 32) queries[r * D + i] = float(from[i]) * consts[0];
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll 1
+  for (int r = 0; r < R; ++r)
+    read_query<D>(query_row(query, slot, min(first_row + r, rows - 1), G, L, D), consts[0], lane, queries + r * D);
 }
 
+// This lane's places in the packed rows, which move on with the blocks.
 const size_t at_packed = slot * capacity, at_exact = slot * exact_capacity;
-const auto k_rows = k_codes + at_packed * row_size(D, KB);
-const auto v_rows = v_codes + at_packed * row_size(DV, VB);
-const auto k_planes = k_plane + (KB == 3 ? at_packed * row_words(D, 1) : 0);
-const auto v_planes = v_plane + (VB == 3 ? at_packed * row_words(DV, 1) : 0);
-const auto k_sketches = k_jl + (QJL ? at_packed * row_words(D, 1) : 0);
-const auto k_scales = k_scale + at_packed;
-const auto k_residuals = k_residual + at_packed;
-const auto v_scales = v_scale + at_packed;
+const uint begin = blocks.begin * 32, k_begin = begin + kg * LK, v_begin = begin + vg * LV;
+auto k_at = chunk_of<D, C, WK>(k_codes + at_packed * row_size(D, KB), k_begin, k_chunk);
+auto k_plane_at = chunk_of<D, C, 1>(k_plane + (KB == 3 ? at_packed * row_words(D, 1) : 0), k_begin, k_chunk);
+auto k_jl_at = chunk_of<D, C, 1>(k_jl + (QJL ? at_packed * row_words(D, 1) : 0), k_begin, k_chunk);
+auto k_residual_at = k_residual + at_packed + k_begin;
+auto k_scale_at = k_scale + at_packed + (begin + own_token);
+auto v_scale_at = v_scale + at_packed + (begin + own_token);
+auto v_at = chunk_of<DV, CV, WV>(v_codes + at_packed * row_size(DV, VB), VB == RAW ? 0 : v_begin, v_chunk);
+auto v_plane_at = chunk_of<DV, CV, 1>(v_plane + (VB == 3 ? at_packed * row_words(DV, 1) : 0), v_begin, v_chunk);
+auto mean_at = k_mean + slot * mean_pages * D;
+if (!coded) {  // rows of `k_exact` and `v_exact`
+  k_at = retyped(k_exact + (at_exact * D + k_chunk * C), k_at);
+  v_at = retyped(v_exact + (at_exact * DV + v_chunk * CV), v_at);
+}
 
 const int live = coded ? n_packed : n_exact;
 const int last_seen = columns - L + min(first_row + R - 1, rows - 1) / G;
 
 // Weights are multiples of exp2(score - top). `excess` is this lane's part of what the offset of the codes adds to the
-// accumulators.
-float acc[R * CV], top[R], denominator[R], excess[R], mean_score[R];
+// accumulators of its query row.
+float acc[R * CV], top = LOWEST, denominator = 0.0f, excess = 0.0f, mean_score = CENTERED ? LOWEST : 0.0f;
 #pragma unroll
-for (int r = 0; r < R; ++r) {
-  top[r] = LOWEST;
-  denominator[r] = excess[r] = mean_score[r] = 0.0f;
-#pragma unroll
-  for (int e = 0; e < CV; ++e) acc[r * CV + e] = 0.0f;
-}
+for (int e = 0; e < R * CV; ++e) acc[e] = 0.0f;
 
-for (int block = blocks.begin; block < blocks.end; ++block) {
-  const int start = block * 32;
-  const int token = start + int(lane);
-  const int column = pad + (coded ? first + token : token < first ? token : n_packed + token);
+for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start += 32) {
   if (MASK == 1 && pad + (coded ? first + start : start < first ? start : n_packed + start) > last_seen) break;
 
-  // Scores: this lane ends up with that of `token`. Packed rows may be read past the live ones, to a multiple of 32.
+  // Scores: this lane ends up with those of its R tokens, of which each pass does one. Packed rows may be read past the
+  // live ones, to a multiple of 32.
   float score[R];
-  if (coded) {
-    const uint at = start + kg * LK;
-    float sums[QJL ? 2 * R : R];
-    key_sums<D, KB, LLOYD, QJL, DENORMAL, R, 1, 0>(
-        k_rows, at * (D / C) + k_chunk, k_planes, k_sketches, at * bit_places(D) + k_chunk, levels, k_code.ratio, kl, q,
-        q_jl, start_sum, sums);
-    const float scale = KB == RAW ? 1.0f : float(k_scales[token]);
-    const float residual = QJL ? float(k_residuals[token]) : 0.0f;
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float sum = sums[r] * k_code.step;
-      score[r] = scale * (QJL ? sum + residual * sums[QJL ? R + r : 0] : sum);
-    }
-  } else {
+  for (int i = 0; i < R; ++i) score[i] = 0.0f;
+#pragma unroll 1
+  for (int n = 0; n < R; ++n) {
+    float sum = 0.0f;
+    if (coded) {
+      sum = key_sum<D, C, KB, LLOYD, QJL, DENORMAL, R, J, 1, 0>(
+          k_at, k_plane_at, k_jl_at, k_residual_at + n, levels, k_code.ratio, lane, q, q_jl, k_start, jl_start);
+      k_at = next_row<D, WK>(k_at, 1);
+      k_plane_at = next_row<D, 1>(k_plane_at, 1);
+      k_jl_at = next_row<D, 1>(k_jl_at, 1);
+    } else {
+      const auto from = retyped(k_at, k_exact);
+#pragma unroll 1
+      for (int i = n; i < min(LK, live - start); i += R) {  // few rows: small code rather than fast
+        float x[C], sums[R];
+        load_exact<C, KB, LLOYD, DENORMAL>(from + min(start + int(kg) * LK + i, live - 1) * D, x);
 #pragma unroll
-    for (int r = 0; r < R; ++r) score[r] = 0.0f;
-    const auto k_kept = k_exact + at_exact * D;
-    for (int i = 0; i < min(LK, live - start); ++i) {  // few rows: small code rather than fast
-      float x[C];
-      load_exact<C, KB, LLOYD, DENORMAL>(k_kept + min(start + int(kg) * LK + i, live - 1) * D, k_chunk, x);
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        const float sum = group_sum<LK>(dot<C>(q + r * C, x, 0.0f));
-        score[r] = i == kl ? sum : score[r];
+        for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, 0.0f);
+        const float total = group_sum<J>(own_row<R, J>(sums));
+        sum = (i / R ^ lane) % J == 0 ? total : sum;
       }
     }
+#pragma unroll
+    for (int i = 1; i < R; ++i) score[i - 1] = score[i];
+    score[R - 1] = sum;
   }
-  if (CENTERED && coded) {
-    if (block == blocks.begin || start % PAGE == 0) {
-      const auto mean = k_mean + (slot * mean_pages + start / PAGE) * D;
+  if (coded) {
+    if (CENTERED && (mean_score == LOWEST || start % PAGE == 0)) {
+      float sums[R];
+      const uint page = start / PAGE * D;
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        float sum = 0.0f;
+      for (int r = 0; r < R; ++r) sums[r] = 0.0f;
+#pragma unroll 1
+      for (int n = 0; n < (D + 31) / 32; ++n) {
+        const uint i = n * 32 + lane;
+        if (D % 32 == 0 || i < D) {
+          const float x = float(mean_at[page + i]);
 #pragma unroll
-        for (int n = 0, i = lane; n < (D + 31) / 32; ++n, i += 32)
-          if (D % 32 == 0 || i < D) sum = fma(queries[r * D + i], float(mean[i]), sum);
-        mean_score[r] = simd_sum(sum);
+          for (int r = 0; r < R; ++r) sums[r] = fma(queries[r * D + i], x, sums[r]);
+        }
       }
+      own_first<R, J>(sums, lane);
+      mean_score = row_sum<R, J>(own_row<R, J>(sums));
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) score[r] += mean_score[r];
+    for (int i = 0; i < R; ++i) {
+      const float scale = KB == RAW ? 1.0f : float(k_scale_at[i]) * k_code.step;
+      score[i] = fma(scale, score[i], mean_score);
+    }
   }
 
   // Online softmax, one maximum for all 32 tokens, raised only where a score is well above it. The excess is subtracted
   // then, and every few blocks, so that the accumulators stay small.
-  float weight[R];
-  bool seen[R], above = block % RENEW == 0;
+  bool seen[R], above = start % (32 * RENEW) == 0;
+  float best = LOWEST;
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const int row = min(first_row + r, rows - 1);
-    seen[r] = see<MASK, SOFTCAP>(score[r], token < live, row, column, mask, batch, kv_head, params, consts[1]);
-    above = above || (seen[r] && score[r] > top[r] + LAZY);
+  for (int i = 0; i < R; ++i) {
+    const int t = start + int(own_token) + i, column = pad + (coded ? first + t : t < first ? t : n_packed + t);
+    seen[i] = see<MASK, SOFTCAP>(score[i], t < live, row, column, mask, batch, kv_head, params, consts[1]);
+    best = seen[i] && score[i] > best ? score[i] : best;
   }
+  above = above || best > top + LAZY;
   const bool raise = simd_any(above);
-  float shrink[R];
+  float shrink = 1.0f;
   if (raise) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float new_top = max(top[r], simd_max(seen[r] && score[r] > LOWEST ? score[r] : LOWEST));
-      shrink[r] = exp2(top[r] - new_top);
-      top[r] = new_top;
-      denominator[r] *= shrink[r];
-      excess[r] *= shrink[r];
-    }
+    const float new_top = max(top, row_max<R, J>(best));
+    shrink = exp2(top - new_top);
+    top = new_top;
+    denominator *= shrink;
+    excess *= shrink;
   }
-  const float value_scale = coded && VB != RAW ? float(v_scales[token]) * v_code.step : 1.0f;
+  float weight[R];
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const float s = score[r], p = seen[r] ? exp2(s - top[r]) : 0.0f;
-    weight[r] = seen[r] ? p * value_scale : 0.0f;
-    denominator[r] += p;
-    if (coded && VB != RAW) excess[r] = fma(weight[r], v_code.offset, excess[r]);
+  for (int i = 0; i < R; ++i) {
+    const float value_scale = coded && VB != RAW ? float(v_scale_at[i]) * v_code.step : 1.0f;
+    const float p = seen[i] ? exp2(score[i] - top) : 0.0f;
+    weight[i] = seen[i] ? p * value_scale : 0.0f;
+    denominator += p;
+    if (coded && VB != RAW) excess = fma(weight[i], v_code.offset, excess);
   }
   if (raise) {
+    float offset[R];
+    group_excess<R, LV>(excess, own_weights, group_weights, offset);
+    excess = 0.0f;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float offset = -group_sum<LV>(excess[r]);
-      excess[r] = 0.0f;
+      const float smaller = simd_shuffle(shrink, ushort(r * J));
 #pragma unroll
       for (int e = 0; e < CV; ++e)
-        acc[r * CV + e] = fma(acc[r * CV + e], shrink[r], offset / coordinate_scale<VB, LLOYD, DENORMAL>(e));
+        acc[r * CV + e] = fma(acc[r * CV + e], smaller, -offset[r] / coordinate_scale<VB, LLOYD, DENORMAL>(e));
     }
   }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+  for (int i = 0; i < R; ++i) own_weights[i * 32] = weight[i];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
 
   // Values. Rows that are not coded may hold anything past the live ones, so none of those is read.
   if (coded && VB != RAW) {
-    const uint at = start + vg * LV;
-    add_values<DV, VB, LLOYD, DENORMAL, R, 0>(
-        v_rows, at * (DV / CV) + v_chunk, v_planes, at * bit_places(DV) + v_chunk, levels + 16, v_code.ratio, vg * LV,
-        weight, acc);
+#pragma unroll 1
+    for (int n = 0; n < LV / V; ++n) {
+      add_values<DV, CV, VB, LLOYD, DENORMAL, R, V>(
+          v_at, v_plane_at, levels + 16, v_code.ratio, group_weights + n * V, acc);
+      v_at = next_row<DV, WV>(v_at, V);
+      v_plane_at = next_row<DV, 1>(v_plane_at, V);
+    }
   } else {
-    const auto from = plain_rows(v_rows, v_exact + at_exact * DV, coded);
+    const auto from = retyped(v_at, v_exact);
+#pragma unroll 1
     for (int i = 0; i < min(LV, live - start); ++i) {
-      float x[CV];
-      load_exact<CV, VB, LLOYD, DENORMAL>(from + min(start + int(vg) * LV + i, live - 1) * DV, v_chunk, x);
+      float x[CV], w[R];
+      load_exact<CV, VB, LLOYD, DENORMAL>(from + min(start + int(vg) * LV + i, live - 1) * DV, x);
+      load_rows<R>(group_weights + weights_of<R>(i), w);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const float w = simd_shuffle(weight[r], ushort(vg * LV + i));
 #pragma unroll
-        for (int e = 0; e < CV; ++e) acc[r * CV + e] = fma(x[e], w, acc[r * CV + e]);
+        for (int e = 0; e < CV; ++e) acc[r * CV + e] = fma(x[e], w[r], acc[r * CV + e]);
       }
+    }
+  }
+  if (coded) {
+    k_at = next_row<D, WK>(k_at, 32 - R);
+    k_plane_at = next_row<D, 1>(k_plane_at, 32 - R);
+    k_jl_at = next_row<D, 1>(k_jl_at, 32 - R);
+    k_residual_at += 32;
+    k_scale_at += 32;
+    v_scale_at += 32;
+    if (VB != RAW) {
+      v_at = next_row<DV, WV>(v_at, 32 - LV);
+      v_plane_at = next_row<DV, 1>(v_plane_at, 32 - LV);
     }
   }
 }
 
 // Add up the lanes, rotate back what codes gave, and write.
-simdgroup_barrier(mem_flags::mem_threadgroup);
+float offset[R];
+group_excess<R, LV>(excess, own_weights, group_weights, offset);
 #pragma unroll
 for (int r = 0; r < R; ++r) {
-  const float total = simd_sum(denominator[r]), offset = group_sum<LV>(excess[r]);
 #pragma unroll
   for (int e = 0; e < CV; ++e) {
-    float x = fma(acc[r * CV + e], coordinate_scale<VB, LLOYD, DENORMAL>(e), -offset);
+    float x = fma(acc[r * CV + e], coordinate_scale<VB, LLOYD, DENORMAL>(e), -offset[r]);
     for (int w = LV; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
-    if (vg == 0 && vl * CV < DV) queries[r * DV + vl * CV + e] = x;
-  }
-  const size_t at = (slot * rows + first_row + r) * splits + split;
-  if (lane == 0 && first_row + r < rows) {
-    softmax[at * 2] = top[r];
-    softmax[at * 2 + 1] = total;
+    acc[r * CV + e] = x;
   }
 }
+if (vg == 0 && vl * CV < DV) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int e = 0; e < CV; ++e) queries[r * DV + vl * CV + e] = acc[r * CV + e];
+  }
+}
+const float total = row_sum<R, J>(denominator);
+if (lane % J == 0 && kg == 0 && first_row + int(own) < rows) {
+  const size_t at = (slot * rows + first_row + own) * splits + split;
+  softmax[at * 2] = top;
+  softmax[at * 2 + 1] = total;
+}
 simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll 1
 for (int r = 0; r < min(R, rows - first_row); ++r) {
   if (coded && VB != RAW) rotate_row_back<DV>(queries + r * DV, v_signs, v_mix, consts[3], lane);
   const size_t at = (slot * rows + first_row + r) * splits + split;

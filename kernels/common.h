@@ -11,13 +11,14 @@ constant constexpr float LAZY = 4.0f;
 // 16 in a format's bits means rows that are not coded.
 constant constexpr int RAW = 16;
 
-// Consecutive coordinates of a row that one lane works on.
-constexpr int chunk(int d) { return d > 256 ? 32 : 16; }
+// Consecutive coordinates of a row that one lane works on: few where it keeps those of many queries in registers. At
+// least as many lanes as queries share a row.
+constexpr int chunk(int d, int queries) { return d > 256 ? 32 : queries > 2 || d < 16 * queries ? 8 : 16; }
 
-// Lanes that share a row: a power of two, so that the last ones may be idle.
-constexpr int lanes(int d) {
+// Lanes that share a row, c coordinates each: a power of two, so that the last ones may be idle.
+constexpr int lanes(int d, int c) {
   int n = 1;
-  while (n * chunk(d) < d) n *= 2;
+  while (n * c < d) n *= 2;
   return n;
 }
 

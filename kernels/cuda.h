@@ -120,9 +120,3 @@ TQ_FUNC uint transpose_8x8(uint x) {
 #define threadgroup_position_in_grid blockIdx
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
-
-// Threads of a threadgroup, and how many threadgroups registers must be left for. MLX writes the kernel's signature.
-#ifdef LAUNCH_BOUNDS
-#undef __global__
-#define __global__ __attribute__((global)) __launch_bounds__(LAUNCH_BOUNDS)
-#endif

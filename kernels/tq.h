@@ -4,16 +4,20 @@
 
 // Fields k and k + 16 / W of a word, W bits wide, each times 1 / field_scale. With DENORMAL the bits are read as they
 // stand, as float16 denormals: one AND for the two. They stay below the exponent because the word is shifted by 8.
-template <int W, bool DENORMAL>
-TQ_FUNC void fields(uint word, int k, thread float& low, thread float& high) {
+// third: bits k and k + 16 of it are a third bit of the two fields.
+template <int W, bool DENORMAL, bool THIRD = false>
+TQ_FUNC void fields(uint word, int k, thread float& low, thread float& high, uint third = 0u) {
   constexpr uint mask = (1u << W) - 1u;
   if (DENORMAL) {
-    const half2 both = as_type<half2>((W * k >= 8 ? word >> 8 : word) & ((mask * 0x00010001u) << (W * k % 8)));
-    low = float(both.x);
-    high = float(both.y);
+    const int at = W * k % 8, up = at + W - k;
+    uint both = (W * k >= 8 ? word >> 8 : word) & ((mask * 0x00010001u) << at);
+    if (THIRD) both |= (up < 0 ? third >> -up : third << up) & (0x00010001u << (at + W));
+    const half2 pair = as_type<half2>(both);
+    low = float(pair.x);
+    high = float(pair.y);
   } else {
-    low = float(word >> (W * k) & mask);
-    high = float(word >> (W * k + 16) & mask);
+    low = float((word >> (W * k) & mask) | (THIRD ? (third >> k & 1u) << W : 0u));
+    high = float((word >> (W * k + 16) & mask) | (THIRD ? (third >> (k + 16) & 1u) << W : 0u));
   }
 }
 
@@ -49,21 +53,41 @@ TQ_FUNC Affine affine(threadgroup const float* levels) {
   return code;
 }
 
-// The C bits of place `index` in rows of one-bit fields, so that fields<1> gives bits k and k + C / 2 of them.
-template <int C>
-TQ_FUNC uint load_bits(device const uint* rows, uint index) {
-  if (C == 32) return rows[index];
-  const uint bits = ((device const ushort*)rows)[index];
-  return bits | bits << 8;
+// Chunk `chunk` of packed row `row`, of one-bit fields too. Rows that are not coded keep their type.
+template <int D, int C, int W>
+TQ_FUNC device const uchar* chunk_of(device const uint* rows, uint row, uint chunk) {
+  return (device const uchar*)rows + (row * (row_words(D, W) * 4) + chunk * (C * W / 8));
 }
 
-// Such places in a row, the last of which may be idle.
-constexpr int bit_places(int d) { return row_words(d, 1) * 32 / chunk(d); }
+template <int D, int C, int W, typename T>
+TQ_FUNC device const T* chunk_of(device const T* rows, uint row, uint chunk) {
+  return rows + (row * D + chunk * C);
+}
 
-// Chunk `index` of an uncoded row.
+// From a packed row to the next, for such pointers.
+template <int D, int W>
+TQ_FUNC device const uchar* next_row(device const uchar* chunk, int rows) {
+  return chunk + rows * (row_words(D, W) * 4);
+}
+
+template <int D, int W, typename T>
+TQ_FUNC device const T* next_row(device const T* chunk, int rows) {
+  return chunk + rows * D;
+}
+
+// C bits; and N of them such that fields<1> gives bits k and k + N / 2.
+template <int C>
+TQ_FUNC uint load_bits(device const uchar* from) {
+  if (C == 32) return *(device const uint*)from;
+  return C == 16 ? uint(*(device const ushort*)from) : uint(*from);
+}
+
+template <int N>
+TQ_FUNC uint spread(uint bits) { return N == 32 ? bits : bits | bits << (16 - N / 2); }
+
+// A chunk of an uncoded row.
 template <int C, int B, bool LLOYD, bool DENORMAL, typename T>
-TQ_FUNC void load_exact(device const T* row, uint index, thread float* x) {
-  row += index * C;
+TQ_FUNC void load_exact(device const T* row, thread float* x) {
 #pragma unroll
   for (int e = 0; e < C; ++e)
     x[e] = float(row[e]) * (1.0f / coordinate_scale<B, LLOYD, DENORMAL>(e));
@@ -71,25 +95,26 @@ TQ_FUNC void load_exact(device const T* row, uint index, thread float* x) {
 
 template <int C, int B, bool LLOYD, bool DENORMAL>
 TQ_FUNC void load_coded(
-    device const uint* codes, uint chunk_at, device const uint* plane, uint bits_at,
-    threadgroup const float* levels, float ratio, thread float* x) {
-  constexpr int W = field_width(B), N = 32 / W;
-  const uint third = B == 3 ? load_bits<C>(plane, bits_at) : 0u;
+    device const uchar* codes, device const uchar* plane, threadgroup const float* levels, float ratio,
+    thread float* x) {
+  constexpr int W = field_width(B), N = C * W < 32 ? C : 32 / W;  // fields of a word
+  const uint bits = B == 3 ? load_bits<C>(plane) : 0u;
   uint chunk_words[C / N];
-  if (C / N % 2 == 0) {
-    device const uint2* pairs = (device const uint2*)codes;
+  if (C * W < 32) {  // half a word: fields k and k + N / 2 go where a word has them
+    chunk_words[0] = spread<16>(*(device const ushort*)codes);
+  } else if (C / N % 2 == 0) {
 #pragma unroll
     for (int w = 0; w < C / N / 2; ++w) {
-      const uint2 pair = pairs[chunk_at * (C / N / 2) + w];
+      const uint2 pair = ((device const uint2*)codes)[w];
       chunk_words[2 * w] = pair.x;
       chunk_words[2 * w + 1] = pair.y;
     }
   } else {
-    chunk_words[0] = codes[chunk_at];
+    chunk_words[0] = *(device const uint*)codes;
   }
 #pragma unroll
   for (int w = 0; w < C / N; ++w) {
-    const uint word = chunk_words[w];
+    const uint word = chunk_words[w], third = spread<N>(C > 16 ? bits >> w * N & 0xFFFFu : bits);
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
       const int e = w * N + k;
@@ -101,20 +126,7 @@ TQ_FUNC void load_coded(
 #pragma unroll
         for (int i = 0; i < 2; ++i) x[e + i * N / 2] = fma(high[i], factor, low[i]);
       } else {
-        fields<W, DENORMAL>(word, k, x[e], x[e + N / 2]);
-      }
-    }
-  }
-  if (B == 3) {
-#pragma unroll
-    for (int k = 0; k < C / 2; ++k) {
-      float bit[2];
-      fields<1, DENORMAL>(third, k, bit[0], bit[1]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int e = k + i * C / 2;
-        const float weight = 4.0f * field_scale<1, DENORMAL>(k) / coordinate_scale<B, false, DENORMAL>(e);
-        x[e] = fma(bit[i], weight, x[e]);
+        fields<W, DENORMAL, B == 3>(word, k, x[e], x[e + N / 2], third);
       }
     }
   }
@@ -124,31 +136,24 @@ TQ_FUNC void load_coded(
   }
 }
 
-// Chunk `chunk_at` of packed rows: codes over their coordinate_scale, before the step, the offset and the row's scale.
-// Its bits of one-bit fields are at place `bits_at`. The two forms are told apart by the type of the region.
+// A chunk of packed rows: codes over their coordinate_scale, before the step, the offset and the row's scale.
 template <int C, int B, bool LLOYD, bool DENORMAL>
 TQ_FUNC void load_chunk(
-    device const uint* codes, uint chunk_at, device const uint* plane, uint bits_at,
-    threadgroup const float* levels, float ratio, thread float* x) {
-  load_coded<C, B, LLOYD, DENORMAL>(codes, chunk_at, plane, bits_at, levels, ratio, x);
+    device const uchar* codes, device const uchar* plane, threadgroup const float* levels, float ratio,
+    thread float* x) {
+  load_coded<C, B, LLOYD, DENORMAL>(codes, plane, levels, ratio, x);
 }
 
 template <int C, int B, bool LLOYD, bool DENORMAL, typename T>
 TQ_FUNC void load_chunk(
-    device const T* codes, uint chunk_at, device const uint* plane, uint bits_at,
-    threadgroup const float* levels, float ratio, thread float* x) {
-  load_exact<C, B, LLOYD, DENORMAL>(codes, chunk_at, x);
+    device const T* codes, device const uchar* plane, threadgroup const float* levels, float ratio, thread float* x) {
+  load_exact<C, B, LLOYD, DENORMAL>(codes, x);
 }
 
-// The rows to read one by one: the exact ones, or packed ones that are not coded.
-template <typename T>
-TQ_FUNC device const T* plain_rows(device const T* packed, device const T* exact, bool coded) {
-  return coded ? packed : exact;
-}
-
-template <typename T>
-TQ_FUNC device const T* plain_rows(device const uint* packed, device const T* exact, bool coded) {
-  return exact;
+// A pointer with the type of another.
+template <typename T, typename U>
+TQ_FUNC device const U* retyped(device const T* pointer, device const U* like) {
+  return (device const U*)pointer;
 }
 
 // ---------------------------------------------------------------- reductions
@@ -170,64 +175,146 @@ TQ_FUNC float group_sum(float x) {
   return x;
 }
 
-// ---------------------------------------------------------------- packed rows, a group of lanes to each
-
-// Dot products of R queries with LK packed keys, of which every lane of a group of LK reads its own chunk: lane i of
-// the group gets the sums of key i. Keys I, I + W, I + 2 W ... are done here; the halves of each pair of lanes swap what
-// the other is to keep, so a key costs less than one shuffle. start and sums: one a query, then one a sketch if QJL.
-template <int D, int B, bool LLOYD, bool QJL, bool DENORMAL, int R, int W, int I, typename P>
-TQ_FUNC void key_sums(
-    P codes, uint chunk_at, device const uint* plane, device const uint* jl, uint bits_at,
-    threadgroup const float* levels, float ratio, uint lane, thread const float* q, thread const float* q_jl,
-    thread const float* start, thread float* sums) {
-  constexpr int C = chunk(D), SUMS = QJL ? 2 * R : R;
-  if constexpr (W == lanes(D)) {
-    float x[C];
-    load_chunk<C, B, LLOYD, DENORMAL>(
-        codes, chunk_at + I * (D / C), plane, bits_at + I * bit_places(D), levels, ratio, x);
-#pragma unroll
-    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, start[r]);
-    if (QJL) {
-      const uint bits = load_bits<C>(jl, bits_at + I * bit_places(D));
-#pragma unroll
-      for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
-#pragma unroll
-      for (int r = 0; r < R; ++r) sums[SUMS - R + r] = dot<C>(q_jl + r * C, x, start[SUMS - R + r]);
-    }
+// Sums over lanes of R query rows, the lanes of J neighbours each for a row of their own: the part of row `own ^ r` in
+// x[r] becomes this lane's part of the sum of its own row. Lanes swap what is the other's, which needs no selection.
+template <int R, int J>
+TQ_FUNC float own_row(thread float* x) {
+  if constexpr (R == 1) {
+    return x[0];
   } else {
-    float other[SUMS];
-    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I>(
-        codes, chunk_at, plane, jl, bits_at, levels, ratio, lane, q, q_jl, start, sums);
-    key_sums<D, B, LLOYD, QJL, DENORMAL, R, 2 * W, I + W>(
-        codes, chunk_at, plane, jl, bits_at, levels, ratio, lane, q, q_jl, start, other);
-    const bool upper = lane & W;
 #pragma unroll
-    for (int r = 0; r < SUMS; ++r) {
-      const float keep = upper ? other[r] : sums[r], give = upper ? sums[r] : other[r];
-      sums[r] = keep + simd_shuffle_xor(give, ushort(W));
+    for (int r = 0; r < R / 2; ++r) x[r] += simd_shuffle_xor(x[r + R / 2], ushort(J * R / 2));
+    return own_row<R / 2, J>(x);
+  }
+}
+
+// Rows in the order in which own_row takes them.
+template <int R, int J>
+TQ_FUNC void own_first(thread float* x, uint lane) {
+#pragma unroll
+  for (int h = 1; h < R; h *= 2) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (r & h) continue;
+      const float a = x[r], b = x[r + h];
+      x[r] = lane & (J * h) ? b : a;
+      x[r + h] = lane & (J * h) ? a : b;
     }
   }
 }
 
-// Adds packed values I, I + 1 ... of a group of lanes, times their weights, to this lane's chunk of R accumulators.
-// weight: of the token of this lane; the group's first token is that of lane `from`.
-template <int D, int B, bool LLOYD, bool DENORMAL, int R, int I, typename P>
-TQ_FUNC void add_values(
-    P codes, uint chunk_at, device const uint* plane, uint bits_at, threadgroup const float* levels, float ratio,
-    int from, thread const float* weight, thread float* acc) {
-  constexpr int C = chunk(D);
-  if constexpr (I < lanes(D)) {
-    float x[C];
+// Sum and maximum over all lanes that have this lane's row.
+template <int R, int J>
+TQ_FUNC float row_sum(float x) {
+  x = group_sum<J>(x);
+#pragma unroll
+  for (int w = J * R; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
+  return x;
+}
+
+template <int R, int J>
+TQ_FUNC float row_max(float x) {
+#pragma unroll
+  for (int w = 1; w < 32; w *= 2)
+    if (w < J || w >= J * R) x = max(x, simd_shuffle_xor(x, ushort(w)));
+  return x;
+}
+
+// R numbers, one a query row, from threadgroup memory.
+template <int R>
+TQ_FUNC void load_rows(threadgroup const float* from, thread float* x) {
+  if constexpr (R == 4) {
+    const float4 four = *(threadgroup const float4*)from;
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+  } else {
+#pragma unroll
+    for (int r = 0; r < R; ++r) x[r] = from[r];
+  }
+}
+
+// Where R weights of token t are: a lane that writes some for R tokens does so 32 apart.
+template <int R>
+TQ_FUNC int weights_of(int t) { return t % R * 32 + t / R * R; }
+
+// What the offset of the codes added to the accumulators of a group of LV lanes, for each query row. `excess` is this
+// lane's part, of R tokens and its own row: it goes where their first weight would.
+template <int R, int LV>
+TQ_FUNC void group_excess(
+    float excess, threadgroup float* own, threadgroup const float* weights, thread float* offset) {
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  *own = excess;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+  for (int r = 0; r < R; ++r) offset[r] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LV; i += R) {
+    float part[R];
+    load_rows<R>(weights + i, part);
+#pragma unroll
+    for (int r = 0; r < R; ++r) offset[r] += part[r];
+  }
+}
+
+// A query row, times `scale`.
+template <int D, typename T>
+TQ_FUNC void read_query(device const T* from, float scale, uint lane, threadgroup float* to) {
+  for (uint i = lane; i < D; i += 32) to[i] = float(from[i]) * scale;
+}
+
+// ---------------------------------------------------------------- packed rows, a group of lanes to each
+
+// Dot products of R queries with J packed keys, R rows apart, of which every lane of a group of R J reads its own
+// chunk: lane i of each J gets the sum of key i and its own query. Keys I, I + W, I + 2 W ... are done here; the halves
+// of each pair of lanes swap what the other is to keep, so a key costs little more than one shuffle a query.
+template <int D, int C, int B, bool LLOYD, bool QJL, bool DENORMAL, int R, int J, int W, int I, typename P, typename S>
+TQ_FUNC float key_sum(
+    P codes, device const uchar* plane, device const uchar* jl, device const S* residual,
+    threadgroup const float* levels, float ratio, uint lane, thread const float* q, thread const float* q_jl,
+    thread const float* start, thread const float* jl_start) {
+  if constexpr (W == J) {
+    float x[C], sums[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) sums[r] = start[r];
+    if (QJL) {
+      const uint bits = spread<C>(load_bits<C>(next_row<D, 1>(jl, I * R)));
+      const float norm = float(residual[I * R]);
+#pragma unroll
+      for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
+#pragma unroll
+      for (int r = 0; r < R; ++r) sums[r] = fma(norm, dot<C>(q_jl + r * C, x, jl_start[r]), sums[r]);
+    }
     load_chunk<C, B, LLOYD, DENORMAL>(
-        codes, chunk_at + I * (D / C), plane, bits_at + I * bit_places(D), levels, ratio, x);
+        next_row<D, field_width(B)>(codes, I * R), next_row<D, 1>(plane, I * R), levels, ratio, x);
+#pragma unroll
+    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, sums[r]);
+    return own_row<R, J>(sums);
+  } else {
+    const float a = key_sum<D, C, B, LLOYD, QJL, DENORMAL, R, J, 2 * W, I>(
+        codes, plane, jl, residual, levels, ratio, lane, q, q_jl, start, jl_start);
+    const float b = key_sum<D, C, B, LLOYD, QJL, DENORMAL, R, J, 2 * W, I + W>(
+        codes, plane, jl, residual, levels, ratio, lane, q, q_jl, start, jl_start);
+    const bool upper = lane & W;
+    const float keep = upper ? b : a, give = upper ? a : b;
+    return keep + simd_shuffle_xor(give, ushort(W));
+  }
+}
+
+// Adds N packed values, times their weights, to this lane's chunk of R accumulators. weights: R of each value.
+template <int D, int C, int B, bool LLOYD, bool DENORMAL, int R, int N, int I = 0, typename P>
+TQ_FUNC void add_values(
+    P codes, device const uchar* plane, threadgroup const float* levels, float ratio, threadgroup const float* weights,
+    thread float* acc) {
+  if constexpr (I < N) {
+    float x[C], w[R];
+    load_chunk<C, B, LLOYD, DENORMAL>(
+        next_row<D, field_width(B)>(codes, I), next_row<D, 1>(plane, I), levels, ratio, x);
+    load_rows<R>(weights + weights_of<R>(I), w);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float w = simd_shuffle(weight[r], ushort(from + I));
 #pragma unroll
-      for (int e = 0; e < C; ++e) acc[r * C + e] = fma(x[e], w, acc[r * C + e]);
+      for (int e = 0; e < C; ++e) acc[r * C + e] = fma(x[e], w[r], acc[r * C + e]);
     }
-    add_values<D, B, LLOYD, DENORMAL, R, I + 1>(
-        codes, chunk_at, plane, bits_at, levels, ratio, from, weight, acc);
+    add_values<D, C, B, LLOYD, DENORMAL, R, N, I + 1>(codes, plane, levels, ratio, weights, acc);
   }
 }
 

@@ -37,9 +37,9 @@ _MAX_SPLITS = 512
 _MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
-# Widths that attend_mma.metal takes, with how many of its threadgroups of 4 query rows, and of 8, a multiprocessor is
-# to hold at a time, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
-_MMA_RESIDENT = {64: (5, 4), 128: (4, 3), 256: (2,)}
+# Widths that attend_mma.metal takes, with how many of its threadgroups of 4 query rows, and of 8, a multiprocessor has
+# registers for, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
+_MMA_RESIDENT = {64: (4, 3), 128: (3, 2), 256: (2,)}
 _MULTIPROCESSORS = 132
 # Packed blocks that one of its simdgroups may read: sums of products of two bytes then fit 32 bits.
 _MMA_SHARE = 1024
@@ -117,12 +117,10 @@ def without_comments(source: str) -> str:
 
 
 @cache
-def _kernel(name: str, backend: str, resident: int = 0):
+def _kernel(name: str, backend: str):
     source, head, make = text(f"{name}.metal"), header(name), mx.fast.metal_kernel
     if backend == "cuda":
         source, head, make = cuda_text(source), text("cuda.h") + cuda_text(head), mx.fast.cuda_kernel
-        if resident:
-            head = f"#define LAUNCH_BOUNDS {NSG * 32}, {resident}\n{head}"
     return make(
         name=f"tq_{name}",
         input_names=_INPUTS[name].split(),
@@ -376,12 +374,11 @@ class _Launch(NamedTuple):
     dtypes: tuple[mx.Dtype, ...]
     grid: tuple[int, int, int]  # from `_grid`
     device: str
-    resident: int = 0  # threadgroups that a multiprocessor must have registers for; 0: as it comes
 
 
 def _launch(launch: _Launch, inputs: Iterable[mx.array]) -> list[mx.array]:
     """Runs a kernel; returns its outputs."""
-    return _kernel(launch.name, launch.device, launch.resident)(
+    return _kernel(launch.name, launch.device)(
         inputs=list(inputs),
         template=list(launch.template),
         grid=launch.grid,
@@ -607,12 +604,17 @@ def _constants(pair: _Pair, dtypes: tuple, scale: float = 1.0, softcap: float | 
     }
 
 
-def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, device: str) -> int:
-    """How many query rows share one decode: as many as registers and threadgroup memory carry."""
-    most = 4 if device == "cuda" else 2
-    if max(dim, value_dim) > 256:
-        most //= 2
-    while most > rows or NSG * most * max(dim, value_dim) * 4 + 128 > _THREADGROUP_BYTES:
+def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, qjl: bool, device: str) -> int:
+    """How many query rows share one decode: as many as registers, threadgroup memory and lanes carry.
+
+    The sketches that QJL adds to queries, and wide rows, leave Apple's GPUs registers for fewer.
+    """
+    widest, narrowest, most = max(dim, value_dim), min(dim, value_dim), 4
+    if device == "metal":
+        most = 1 if widest > 256 else 2 if qjl else 4
+    elif widest > 256:
+        most = 2
+    while most > rows or 8 * most > narrowest or NSG * most * (widest + 32) * 4 + 128 > _THREADGROUP_BYTES:
         most //= 2
     return most
 
@@ -640,17 +642,13 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype) -> bool:
     )
 
 
-def _resident(pair: _Pair, per_item: int) -> int:
-    """Threadgroups of attend_mma.metal, with so many query rows, of one multiprocessor."""
-    return _MMA_RESIDENT[max(pair.dim, pair.value_dim)][per_item // 4 - 1]
-
-
 def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
+    resident = _MMA_RESIDENT[max(pair.dim, pair.value_dim)] if mma else ()
     if mma:
-        per_item = 4 * min(-(-rows // 4), len(_MMA_RESIDENT[max(pair.dim, pair.value_dim)]))
+        per_item = 4 * min(-(-rows // 4), len(resident))
     else:
-        per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.device)
+        per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.format.qjl, pair.device)
     tiles = -(-rows // per_item)
     items = tiles * pair.n_kv_heads * pair.batch
     packed = -(-max(layout.packed) // ROW_BLOCK)
@@ -660,7 +658,7 @@ def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[in
     least = 2 if packed and exact else 1
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
     if mma:
-        most = min(_resident(pair, per_item) * _MULTIPROCESSORS // items, -(-blocks // NSG))
+        most = min(resident[per_item // 4 - 1] * _MULTIPROCESSORS // items, -(-blocks // NSG))
         least = max(least, -(-(-(-packed // _MMA_SHARE) + (exact > 0)) // NSG))
     else:
         most = min(-(-_WANTED_ITEMS[pair.device] // items), -(-blocks // 2))
@@ -804,7 +802,6 @@ def _prepared_attend(
         (mx.float32, mx.float32),
         _grid(name, device, tiles * splits * (NSG if mma else 1), n_kv, batch),
         device,
-        _resident(pair, per_item) if mma else 0,
     )
     second = _Launch(
         "merge",

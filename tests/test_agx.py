@@ -40,7 +40,8 @@ def test_the_wrapper_declares_what_the_kernel_takes(agx, kernel, format):
     signature = re.search(rf"void {name}\((.*?)\) \{{", text).group(1)
     names = [buffer.split("* ")[1] for buffer in signature.split(", ")]
     assert names == f"{kernels._INPUTS[name]} {kernels._OUTPUTS[name]}".split()
-    assert kernels.text(f"{name}.metal") in text and kernels.header(name) in text
+    shipped = re.sub(r"ROLLED\(([^;]*)\);", r"\1;", text)
+    assert kernels.text(f"{name}.metal") in shipped and kernels.header(name) in shipped
     # Every capital name that the body uses is declared.
     declared = set(re.findall(r"^(?:typedef|constexpr) \w+ (\w+)", text.split("// Shared by all kernels")[0], re.M))
     body = re.sub(r"//.*", "", kernels.text(f"{name}.metal"))

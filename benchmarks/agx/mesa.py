@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _SIDE_CYCLES = dict.fromkeys(
 )
 _SIDE_CYCLES |= {"rcp": 6, "rsqrt": 8, "srsqrt": 8}
 _SPILLS = ("stack_load", "stack_store")
+_JUMP = 0xC000  # jmp_exec_any, which only loops use; the distance stands behind it
 
 _SCRIPT = """set -e
 cd "$1"
@@ -94,6 +96,7 @@ class Program:
     registers: int
     spills: int
     assembly: str
+    jumps: tuple[int, ...] = ()  # bytes from the end of each loop back to its start, in the order of the ends
 
     def loops(self) -> list[range]:
         """The blocks of each loop, outer loops before the loops in them."""
@@ -101,6 +104,13 @@ class Program:
             (range(target, i + 1) for i, block in enumerate(self.blocks) for target in block.next if target <= i),
             key=lambda loop: (loop.start, -loop.stop),
         )
+
+    def loop_bytes(self, loop: range) -> int:
+        """Code bytes of one of `loops`."""
+        ends = sorted(loop.stop for loop in self.loops())
+        if len(ends) != len(self.jumps):
+            raise RuntimeError(f"the code has {len(ends)} loops, its binary {len(self.jumps)}")
+        return self.jumps[ends.index(loop.stop)]
 
 
 def provenance(agx: Path) -> dict[str, str]:
@@ -132,15 +142,24 @@ def compile_kernel(text: str, agx: Path) -> Program:
         env = ["/usr/bin/env", "-i", "HOME=/root", "PATH=/usr/bin:/bin", "LC_ALL=C.UTF-8"]
         command = ["chroot", str(root), *env, "sh", "-c", _SCRIPT, "sh", f"/{work.relative_to(root)}"]
         done = subprocess.run(command, capture_output=True, text=True)
+        binary = out.read_text() if (out := work / "kernel.c").exists() else ""
     if "Segmentation fault" in done.stderr:
         raise CompilerCrash(done.stderr)
     if done.returncode:
         raise RuntimeError(f"the kernel does not compile:\n{done.stderr}")
-    return parse(done.stdout, done.stderr)
+    return parse(done.stdout, done.stderr, binary)
 
 
-def parse(log: str, summary: str) -> Program:
-    """The program in what the compiler prints: its code, and one line of figures."""
+def jumps_back(binary: str) -> tuple[int, ...]:
+    """How far each loop of the first program in `binary`, arrays of words in C, jumps back."""
+    words = re.findall(r"0x([0-9a-f]{8})", binary.partition("};")[0])
+    code = b"".join(struct.pack("<I", int(word, 16)) for word in words)
+    found = (struct.unpack_from("<Hi", code, at) for at in range(0, len(code) - 5, 2))
+    return tuple(-distance for op, distance in found if op == _JUMP and -len(code) < distance < 0)
+
+
+def parse(log: str, summary: str, binary: str = "") -> Program:
+    """The program in what the compiler prints, its code and one line of figures, and writes, the binary."""
     # A program is printed as selected, as optimised and with its registers. The kernel comes before the program that
     # fills its uniform registers.
     assembly = re.split(r"(?m)^(?=block0 \{|shader: |SHADER-DB)", log[log.index("\nblock0 {") :])[3].rstrip()
@@ -161,4 +180,5 @@ def parse(log: str, summary: str) -> Program:
         registers=int(figures[2]),
         spills=sum(op in _SPILLS for block in blocks for op in block.ops),
         assembly=assembly,
+        jumps=jumps_back(binary),
     )

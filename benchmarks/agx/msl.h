@@ -30,6 +30,9 @@ enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { barrier(CLK_LOCAL_MEM_FENCE); }
 inline void simdgroup_barrier(mem_flags) { sub_group_barrier(CLK_LOCAL_MEM_FENCE); }
 
+// The bound of a loop that stays rolled; params[15] is 0.
+#define ROLLED(n) ((n) > 1 ? (n) + params[15] : (n))
+
 // Apple's instructions, under the names that Mesa gives them.
 extern "C" uint nir_shuffle_xor(uint, uint);
 extern "C" uint nir_read_invocation(uint, uint);
