@@ -83,8 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         test = kernels.self_test(device)
         healthy = test.problem is None
         codes = "as float16 denormals" if test.denormal else "as integers"
+        units = "" if test.mma else "; without matrix units, which gave wrong numbers"
         print(
-            f"kernels ({device}): self test passed, largest relative error {test.error:.1e}, codes read {codes}"
+            f"kernels ({device}): self test passed, largest relative error {test.error:.1e}, codes read {codes}{units}"
             if healthy
             else f"kernels ({device}): not used, {test.problem}"
         )

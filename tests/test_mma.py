@@ -11,7 +11,7 @@ from oracle import attention64, build_rows, decode64, max_error, normal, poison_
 from test_attention import plain
 from test_kernels import runner_only
 
-from mlx_tq import TQFormat, kernels
+from mlx_tq import TQFormat, doctor, kernels
 from mlx_tq.codec import Layout
 
 FORMATS = {
@@ -255,7 +255,7 @@ def test_schedules_of_threads(seed):
 
 
 @pytest.mark.parametrize("broken", (False, True))
-def test_the_self_test_runs_it(monkeypatch, broken):
+def test_the_self_test_runs_it(monkeypatch, capsys, broken):
     if broken:
         text = kernels.text
         wrong = lambda name: text(name).replace("offset = float", "offset = 1.1f * float")  # noqa: E731
@@ -265,3 +265,5 @@ def test_the_self_test_runs_it(monkeypatch, broken):
     found = kernels.self_test(kernels.backend())
     kernels._kernel.cache_clear()
     assert found.problem is None and found.denormal and found.mma is not broken
+    assert doctor.main(["--no-timings"]) == 0
+    assert ("without matrix units" in capsys.readouterr().out) is broken
