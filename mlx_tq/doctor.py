@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         test = kernels.self_test(device)
         healthy = test.problem is None
         codes = "as float16 denormals" if test.denormal else "as integers"
-        units = "" if test.mma else "; without matrix units, which gave wrong numbers"
+        units = "" if test.mma else "; without matrix units, which failed it"
         print(
             f"kernels ({device}): self test passed, largest relative error {test.error:.1e}, codes read {codes}{units}"
             if healthy
