@@ -144,7 +144,7 @@ float carry[S];
 for (int i = 0; i < S * TILES * 4; ++i) whole[i] = 0;
 for (int s = 0; s < S; ++s) {
   total[s] = 0;
-  carry[s] = 0.0f;
+  carry[s] = first_carry(g);
 }
 
 // The scores of 16 pages' means are made at a time, and kept where the rotated queries were.
@@ -232,7 +232,7 @@ for (int block = begin; block < coded_end; ++block) {
     float shrink[S];
     raise_top<S>(score, top, denominator, shrink);
     weigh<S, MASK>(score, factor, top, gain, weight, sums);
-    choose_gain<S, 2 * TILES>(weight, shrink, gain, carry, total, whole);
+    choose_gain<S, 2 * TILES>(weight, shrink, g, gain, carry, total, whole);
   }
 #pragma unroll
   for (int s = 0; s < S; ++s) denominator[s] += sums[s];

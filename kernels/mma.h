@@ -181,6 +181,10 @@ TQ_FUNC void raise_top(thread const float* score, thread float* top, thread floa
   }
 }
 
+// What a lane's carry starts from: another share of a unit in each group g, so that equal weights are not rounded up at
+// the same tokens everywhere.
+TQ_FUNC float first_carry(int g) { return (float(g) - 3.5f) / 8; }
+
 TQ_FUNC float sum_of_four(thread const float* x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
 // Weights of the four tokens of a set times the scales of their values, and the sums of the weights. Whether they ask
@@ -209,14 +213,14 @@ TQ_FUNC bool weigh(
 // lie in pairs: 256 times the first, and the second.
 template <int S, int PAIRS>
 TQ_FUNC void choose_gain(
-    thread const float* weight, thread const float* shrink, thread float* gain, thread float* carry, thread uint* total,
-    thread int* sums) {
+    thread const float* weight, thread const float* shrink, int g, thread float* gain, thread float* carry,
+    thread uint* total, thread int* sums) {
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const float most = over_tokens_max(sum_of_four(weight + 4 * s)), old = gain[s] / shrink[s];
     gain[s] = max(min(min(old, MOST_WEIGHT / 2 / most), MOST_GAIN), LEAST_GAIN);
     const float smaller = gain[s] / old;
-    carry[s] *= smaller;
+    carry[s] = fma(carry[s], 0.0f, first_carry(g));  // a NaN stays
     total[s] = uint(rint(float(total[s]) * smaller));
 #pragma unroll
     for (int i = s * PAIRS; i < (s + 1) * PAIRS; ++i) {

@@ -501,6 +501,7 @@ class _Pair:
     value_dim: int
     dtype: mx.Dtype
     value_dtype: mx.Dtype
+    one_layer: bool  # whether one layer's signs rotate both
     shapes: tuple[tuple[int, ...] | None, ...]  # of the arrays in _ROWS
 
     def __post_init__(self):
@@ -523,7 +524,8 @@ class _Pair:
         held = tuple(name for name, shape in shapes.items() if shape is not None and prod(shape))
         self.places = {name: dtypes.get(name, mx.uint32) for name in shapes if name not in held}
         # Inputs of a launch that each layer has its own of.
-        self.given = (*held, "k_signs", *["k_jl_signs"] * format.qjl, *["v_signs"] * (self.value_dim != self.dim))
+        alike = self.one_layer and self.value_dim == self.dim
+        self.given = (*held, "k_signs", *["k_jl_signs"] * format.qjl, *["v_signs"] * (not alike))
 
     def check(self, layout: Layout) -> None:
         """Raises ValueError unless the arrays have room for such tokens."""
@@ -545,6 +547,7 @@ class _Found(NamedTuple):
     """Inputs of two rows, kept with the keys: only exact rows change until tokens are packed."""
 
     regions: tuple[Regions | None, Regions | None]
+    value_layer: int
     exact_shapes: list[tuple[int, ...] | None]
     pair: _Pair
     arrays: list[mx.array | None]
@@ -562,6 +565,7 @@ def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]
         found is None
         or found.regions[0] is not keys.regions
         or found.regions[1] is not values.regions
+        or found.value_layer != values.layer_index
         or found.exact_shapes != shapes
         or found.pair.device != device
         or found.pair.value_dtype != values.dtype
@@ -580,6 +584,7 @@ def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes
     rows = dict(zip(_ROWS.split(), [*k, keys.exact, v.codes, v.plane, v.scale, values.exact], strict=True))
     pair = _pair(
         *(device, keys.format, len(keys.layout.pad), keys.n_kv_heads, keys.dim, values.dim, keys.dtype, values.dtype),
+        keys.layer_index == values.layer_index,
         tuple([None if a is None else a.shape for a in rows.values()]),
     )
     signs = {"k_signs": keys.signs[0], "k_jl_signs": keys.signs[1], "v_signs": values.signs[0]}
@@ -587,7 +592,7 @@ def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes
     exact_at = tuple(i for i, name in enumerate(pair.given) if name in ("k_exact", "v_exact"))
     for i in exact_at:
         arrays[i] = None
-    found = _Found((keys.regions, values.regions), exact_shapes, pair, arrays, exact_at)
+    found = _Found((keys.regions, values.regions), values.layer_index, exact_shapes, pair, arrays, exact_at)
     padded = any(made is not rows.regions and made.codes is not None for made, rows in ((k, keys), (v, values)))
     if not padded:  # what is not evaluated yet belongs to this thread's stream
         keys.memo.found = found

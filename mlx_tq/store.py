@@ -479,6 +479,7 @@ class StoredCache:
     @values.setter
     def values(self, arrays: list[mx.array]) -> None:
         self._values.replace_arrays(arrays)
+        self._keys.memo.found = None  # which knows of the old ones
 
     @property
     def state(self) -> list:

@@ -707,3 +707,12 @@ def test_results_beyond_float16_are_its_largest_numbers(path):
     assert np.abs(want).max() > 65504
     got = to64(path(normal(3, 1, 1, 1, 64, dtype=mx.float16), keys, values, scale=0.125))
     np.testing.assert_allclose(got, np.clip(want.mean(axis=2, keepdims=True), -65504, 65504), rtol=2e-3)
+
+
+def test_keys_and_values_may_be_of_different_layers(path):
+    keys = encode_keys(normal(1, 1, 2, 64, 64), TQFormat(page=32), layer_index=0)
+    q = normal(3, 1, 4, 1, 64)
+    for layer in (0, 1, 2, 0):
+        values = encode_values(normal(2, 1, 2, 64, 64), TQFormat(page=32), layer_index=layer)
+        got = path(q, keys, values, scale=0.125)
+        assert max_error(got, attention64(q, decode64(keys), decode64(values), 0.125)) < TIGHT

@@ -7,7 +7,7 @@ import msl
 import numpy as np
 import pytest
 from conftest import fused
-from oracle import attention64, build_rows, decode64, max_error, normal, poison_rows
+from oracle import attention64, build_rows, decode64, max_error, normal, poison_rows, to64
 from test_attention import plain
 from test_kernels import runner_only
 
@@ -252,6 +252,23 @@ def test_schedules_of_threads(seed):
     with msl.options(seed=seed):
         q = normal(1, 3, 4, 2, 64, dtype=mx.float16)
         check(q, *rows(FORMATS["k3v2"], RAGGED, 64, 64, mx.float16), mask="causal")
+
+
+@pytest.mark.parametrize("share", (0.2271, 0.2288, 0.25, 0.2504))
+def test_equal_weights_are_not_rounded_up_at_the_same_tokens(monkeypatch, share):
+    """8,192 weights of a part of a unit beside a large one, and values that repeat every four tokens."""
+    monkeypatch.setattr(kernels, "_MULTIPROCESSORS", 0)  # one threadgroup reads all
+    n, large = 8192, 5
+    k, v = np.zeros((1, 1, n, 64), np.float32), np.resize(to64(normal(4, 4, 64)), (1, 1, n, 64))
+    k[..., large, 0], v[..., large, :] = 64, to64(normal(5, 64))
+    format, layout = TQFormat(page=32), Layout.uniform(1, 0, n, 0)
+    keys, values = (
+        build_rows(kind, [mx.array(x.astype(np.float16))], format, layout) for kind, x in (("keys", k), ("values", v))
+    )
+    q = mx.zeros((1, 8, 1, 64), mx.float16) + mx.array(np.eye(64, dtype=np.float16)[0])
+    scale = float(np.log(32500 / share) / decode64(keys)[0, 0, large, 0])
+    want = attention64(q, decode64(keys), decode64(values), scale)
+    assert max_error(fused(q, keys, values, scale=scale), want) < 2e-3
 
 
 @pytest.mark.parametrize("broken", (False, True))
