@@ -66,38 +66,34 @@ TQ_FUNC T simd_max(T x) {
 
 TQ_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
 
-// c += a b: a is 16 x 16 in four words of two T a lane, b 16 x 8 in two words, c 16 x 8.
-#define TQ_MMA(type)                                                                                            \
-  asm volatile(                                                                                                 \
-      "mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                          \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+// c += a b. shape and types: of the instruction; reg: the kind of registers that c lies in.
+#define TQ_MMA(shape, types, reg)                                                                              \
+  asm volatile("mma.sync.aligned." shape ".row.col." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+" reg(c[0]), "+" reg(c[1]), "+" reg(c[2]), "+" reg(c[3])                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+// a is 16 x 16 in four words of two T a lane, b 16 x 8 in two words, c 16 x 8.
 template <typename T>
 TQ_FUNC void mma_16x8x16(float* c, const uint* a, const uint* b);
 template <>
 TQ_FUNC void mma_16x8x16<float16_t>(float* c, const uint* a, const uint* b) {
-  TQ_MMA("f16");
+  TQ_MMA("m16n8k16", "f32.f16.f16.f32", "f");
 }
 template <>
 TQ_FUNC void mma_16x8x16<bfloat16_t>(float* c, const uint* a, const uint* b) {
-  TQ_MMA("bf16");
+  TQ_MMA("m16n8k16", "f32.bf16.bf16.f32", "f");
 }
 
-// c += a b, whole numbers: a is 16 x 32 unsigned bytes in four words a lane, b 32 x 8 bytes, char or uchar, in two.
-#define TQ_MMA_BYTES(type)                                                                                        \
-  asm volatile(                                                                                                  \
-      "mma.sync.aligned.m16n8k32.row.col.s32.u8." type ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                           \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+// Whole numbers: a is 16 x 32 unsigned bytes in four words a lane, b 32 x 8 bytes, char or uchar, in two.
 template <typename T>
 TQ_FUNC void mma_16x8x32(int* c, const uint* a, const uint* b);
 template <>
 TQ_FUNC void mma_16x8x32<char>(int* c, const uint* a, const uint* b) {
-  TQ_MMA_BYTES("s8");
+  TQ_MMA("m16n8k32", "s32.u8.s8.s32", "r");
 }
 template <>
 TQ_FUNC void mma_16x8x32<uchar>(int* c, const uint* a, const uint* b) {
-  TQ_MMA_BYTES("u8");
+  TQ_MMA("m16n8k32", "s32.u8.u8.s32", "r");
 }
 
 // Four of the bytes of a (0 to 3) and b (4 to 7), named by the digits of `which`, the lowest byte by the last.

@@ -234,31 +234,32 @@ MSL_RT void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_mat
 // ---------------------------------------------------------------- tiles of 16 x 16, 16 x 8 and 8 x 8
 
 // Not Metal's: NVIDIA's mma.m16n8k16, mma.m16n8k32, prmt and movmatrix, which kernels/cuda.h gives these names.
-template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint* a, thread const uint* b, MSL_LINE) {
+namespace _msl {
+// c += a b: a is 16 x K, b K x 8. left, right: number j of a word of a, and of b.
+template <uint K, typename C, typename Left, typename Right>
+inline void multiply_tiles(C* c, const uint* a, const uint* b, const char* name, int line, Left left, Right right) {
   struct Words {
     uint word[6];
   };
-  auto all = _msl::exchange(Words{a[0], a[1], a[2], a[3], b[0], b[1]}, "mma_16x8x16", _line);
+  constexpr uint N = K / 8;  // numbers of a word
+  auto all = exchange(Words{a[0], a[1], a[2], a[3], b[0], b[1]}, name, line);
   const uint g = all.lane / 4, t = all.lane % 4;
-  const auto number = [&](uint from, uint word, uint k) MSL_LAMBDA {
-    return (float)as_type<T>((ushort)(all[4 * from + k % 8 / 2].word[word] >> k % 2 * 16));
-  };
   for (uint i = 0; i < 4; ++i)
-    for (uint k = 0; k < 16; ++k)
-      c[i] += number(g, i / 2 + k / 8 * 2, k) * number(2 * t + i % 2, 4 + k / 8, k);
+    for (uint k = 0; k < K; ++k) {
+      const uint half = k / (4 * N), at = k % (4 * N) / N;
+      const uint row = all[4 * g + at].word[i / 2 + half * 2], column = all[4 * (2 * t + i % 2) + at].word[4 + half];
+      c[i] += left(row, k % N) * right(column, k % N);
+    }
+}
+}  // namespace _msl
+template <typename T> MSL_RT void mma_16x8x16(thread float* c, thread const uint* a, thread const uint* b, MSL_LINE) {
+  const auto number = [](uint word, uint j) MSL_LAMBDA { return (float)as_type<T>((ushort)(word >> j * 16)); };
+  _msl::multiply_tiles<16>(c, a, b, "mma_16x8x16", _line, number, number);
 }
 template <typename T> MSL_RT void mma_16x8x32(thread int* c, thread const uint* a, thread const uint* b, MSL_LINE) {
-  struct Words {
-    uint word[6];
-  };
-  auto all = _msl::exchange(Words{a[0], a[1], a[2], a[3], b[0], b[1]}, "mma_16x8x32", _line);
-  const uint g = all.lane / 4, t = all.lane % 4;
-  const auto byte = [&](uint from, uint word, uint k) MSL_LAMBDA {
-    return all[4 * from + k % 16 / 4].word[word] >> k % 4 * 8 & 0xFFu;
-  };
-  for (uint i = 0; i < 4; ++i)
-    for (uint k = 0; k < 32; ++k)
-      c[i] += (int)byte(g, i / 2 + k / 16 * 2, k) * (int)(T)byte(2 * t + i % 2, 4 + k / 16, k);
+  _msl::multiply_tiles<32>(
+      c, a, b, "mma_16x8x32", _line, [](uint word, uint j) MSL_LAMBDA { return (int)(word >> j * 8 & 0xFFu); },
+      [](uint word, uint j) MSL_LAMBDA { return (int)(T)(word >> j * 8 & 0xFFu); });
 }
 inline uint pick_bytes(uint a, uint b, uint which) {
   uint y = 0;
