@@ -260,7 +260,7 @@ class TQBatchKVCache(StoredCache):
         cache = TQKVCache(self.format, self.layer_index, fused=self.fused)
         tokens, packed = self._tokens(self._columns)[row], self._packed[row]
         if tokens:
-            cache._keys, cache._values = (s.extract(row, packed, tokens - packed) for s in self._stores)
+            cache._hold(*(store.extract(row, packed, tokens - packed) for store in self._stores))
             cache._batch = 1
             cache._split(tokens, packed)
         return cache

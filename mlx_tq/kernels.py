@@ -604,9 +604,16 @@ def _constants(pair: _Pair, dtypes: tuple, scale: float = 1.0, softcap: float | 
     return {
         **{name: _nothing(dtype) for name, dtype in pair.places.items()},
         **{"mask": _nothing(), "k_jl_signs": _nothing(mx.float32)},
-        **{"k_mix": mix_rows(pair.dim), "v_mix": mix_rows(pair.value_dim)},
-        "consts": _consts(pair.format, pair.dim, pair.value_dim, dtypes, scale, softcap),
+        **_tables(pair.format, pair.dim, pair.value_dim, dtypes, scale, softcap),
     }
+
+
+def _tables(
+    format: TQFormat, dim: int, value_dim: int, dtypes: tuple, scale: float = 1.0, softcap: float | None = None
+) -> dict[str, mx.array]:
+    """Constants that launches over packed rows and those that make them share."""
+    consts = _consts(format, dim, value_dim, dtypes, scale, softcap)
+    return {"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim), "consts": consts}
 
 
 def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, qjl: bool, device: str) -> int:
@@ -883,9 +890,9 @@ def _prepared_encode(
     pages = length // format.page if pages is None else pages
     params = mx.array([1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0], mx.int32)
     constants = {
-        **{"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim), "k_mean": _nothing(dtype)},
-        **{f"{kind[0]}_table": code_table(format, kind, d) for kind, d in (("keys", dim), ("values", value_dim))},
-        "consts": _consts(format, dim, value_dim, (dtype, dtype), 1.0, None),
+        **_tables(format, dim, value_dim, (dtype, dtype)),
+        **{"k_table": code_table(format, "keys", dim), "v_table": code_table(format, "values", value_dim)},
+        "k_mean": _nothing(dtype),
     }
     given = ("keys", "values", "k_signs", "k_jl_signs", "v_signs", "params")
     run = _with_constants(launch, (*given, *["k_mean"] * format.centered_keys), constants)

@@ -76,14 +76,14 @@ def take_tokens(array: mx.array, spans: list[list[tuple[int, int]]]) -> mx.array
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """At least one span, none of which goes on where another ends; all are empty or none is."""
-    out = spans[:1]
-    for start, stop in spans[1:]:
-        if start == out[-1][1] or out[-1][0] == out[-1][1]:
-            out[-1] = (out[-1][0] if start == out[-1][1] else start, stop)
+    """The spans that are not empty, or one that is; those that go on where another ends are one."""
+    out = []
+    for start, stop in spans:
+        if out and start == out[-1][1]:
+            out[-1] = (out[-1][0], stop)
         elif start < stop:
             out.append((start, stop))
-    return out
+    return out or spans[:1]
 
 
 def _fit(array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -314,8 +314,11 @@ class StoredCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._keys = Store("keys", self.format, self.layer_index)
-        self._values = Store("values", self.format, self.layer_index)
+        self._hold(*(Store(kind, self.format, self.layer_index) for kind in ("keys", "values")))
+
+    def _hold(self, keys: Store, values: Store) -> None:
+        self._keys, self._values = keys, values
+        values.memo = keys.memo  # new regions of either make it old
 
     @property
     def _stores(self) -> tuple[Store, Store]:
@@ -479,7 +482,6 @@ class StoredCache:
     @values.setter
     def values(self, arrays: list[mx.array]) -> None:
         self._values.replace_arrays(arrays)
-        self._keys.memo.found = None  # which knows of the old ones
 
     @property
     def state(self) -> list:
