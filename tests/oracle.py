@@ -13,6 +13,12 @@ from mlx_tq.rotation import layer_signs, paley, split_dim
 # Error of float32 attention. GPUs approximate powers of two; kernels add up codes before they subtract the offset.
 TIGHT = 3e-6
 
+
+def tight(dim):
+    """TIGHT for heads of any width: sums of more products round in proportion more."""
+    return TIGHT * max(1, dim / 128)
+
+
 # ------------------------------------------------------------------ inputs
 
 

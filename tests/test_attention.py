@@ -16,6 +16,7 @@ from oracle import (
     normal,
     poison_rows,
     same_bits,
+    tight,
     to64,
 )
 
@@ -32,7 +33,6 @@ FORMATS = {
     "raw keys": TQFormat(16, 3),
     "raw values": TQFormat(2, 16, qjl=True),
 }
-# The least error of float32 arithmetic on scores of about unit scale.
 
 
 def encode(k, v, format="k4v4", layer_index=0):
@@ -98,15 +98,13 @@ def test_lengths_around_blocks(path, total):
 @pytest.mark.parametrize("dim", (64, 72, 80, 96, 112, 128, 160, 192, 256, 320, 512, 576))
 def test_widths(path, dim):
     q, k, v = inputs(2, 2, 1, 2, 70, dim, seed=dim)
-    # float32 sums of more than 256 products of codes up to 15 round a little more.
-    check(path, q, *encode(k, v, layer_index=4), bound=TIGHT * max(1, dim / 256), mask="causal")
+    check(path, q, *encode(k, v, layer_index=4), bound=tight(dim), mask="causal")
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 512), (96, 64), (64, 80)])
 def test_values_of_another_width(path, dim, value_dim):
     q, k, v = inputs(2, 4, 2, 3, 130, dim, value_dim)
-    bound = TIGHT * max(1, value_dim / 256)
-    assert check(path, q, *encode(k, v), bound, mask="causal").shape == (2, 4, 3, value_dim)
+    assert check(path, q, *encode(k, v), tight(max(dim, value_dim)), mask="causal").shape == (2, 4, 3, value_dim)
 
 
 @pytest.mark.parametrize(
