@@ -19,9 +19,9 @@ const int kv_head = threadgroup_position_in_grid.y, batch = threadgroup_position
 const int tile = item % tiles, split = item / tiles;
 const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of tokens
 
-threadgroup float scratch[NSG * R * MAX_D];
-threadgroup float4 token_weights[NSG * R * 8];  // float4 so that load_rows may read four at a time
-threadgroup float levels[32];
+TQ_THREADGROUP float scratch[NSG * R * MAX_D];
+TQ_THREADGROUP float4 token_weights[NSG * R * 8];  // float4 so that load_rows may read four at a time
+TQ_THREADGROUP float levels[32];
 if (sg == 0) levels[lane] = consts[8 + lane];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (split >= splits) return;

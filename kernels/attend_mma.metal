@@ -31,8 +31,8 @@ const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of 
 constexpr int ROTATED = R * D, FRAGMENTS = S * STEPS * 64, DIGITS = S * KW * 64;
 // A row of sums has a gap behind each lane's, so that neither writing nor reading meets a bank twice.
 constexpr int SUM_ROW = DV + 8, SUMS = NSG * R * SUM_ROW, QUERIES = ROTATED + FRAGMENTS + DIGITS;
-threadgroup float scratch[QUERIES > SUMS ? QUERIES : SUMS];
-threadgroup float row_unit[R], plain_unit[R], start_sum[R], tops[NSG * R], totals[NSG * R];
+TQ_THREADGROUP float scratch[QUERIES > SUMS ? QUERIES : SUMS];
+TQ_THREADGROUP float row_unit[R], plain_unit[R], start_sum[R], tops[NSG * R], totals[NSG * R];
 threadgroup float* rotated = scratch;
 threadgroup float* fragments = scratch + ROTATED;
 threadgroup float* digits = fragments + FRAGMENTS;

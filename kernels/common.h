@@ -1,7 +1,9 @@
 // Shared by all kernels: sizes, the randomised Hadamard transform as mlx_tq/rotation.py does it, and masks.
+// TQ_THREADGROUP declares arrays in threadgroup memory, for which CUDA has another word than for pointers to it.
 
-#ifndef TQ_FUNC
+#ifndef TQ_FUNC  // cuda.h has its own
 #define TQ_FUNC inline
+#define TQ_THREADGROUP threadgroup
 #endif
 
 constant constexpr float LOG2E = 1.44269504088896340736f;
@@ -50,22 +52,35 @@ constexpr float code_offset() {
 // ---------------------------------------------------------------- the transform, by one simdgroup
 
 // H x in place over D values, natural order, as mlx_tq/rotation.py adds them. mix: rows of the Paley matrix, bit b set
-// where column b is +1.
+// where column b is +1. Lane i % 32 reads x[i]: what another lane wrote there needs a barrier before.
 template <int D>
 TQ_FUNC void hadamard(threadgroup float* x, device const uint* mix, uint lane) {
-  constexpr int P = power_part(D), M = D / P;
-  for (int h = 1; h < P; h *= 2) {
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = lane; i < D / 2; i += 32) {
-      const int j = i / h * 2 * h + i % h;
-      const float a = x[j], b = x[j + h];
-      x[j] = a + b;
-      x[j + h] = a - b;
+  constexpr int P = power_part(D), M = D / P, N = (D + 31) / 32;
+  float v[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) v[n] = int(lane) + 32 * n < D ? x[lane + 32 * n] : 0.0f;
+#pragma unroll
+  for (int h = 1; h < P && h < 32; h *= 2) {
+    const float sign = lane & h ? -1.0f : 1.0f;
+#pragma unroll
+    for (int n = 0; n < N; ++n) v[n] = fma(sign, v[n], simd_shuffle_xor(v[n], ushort(h)));
+  }
+#pragma unroll
+  for (int h = 1; 32 * h < P; h *= 2) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (n & h) continue;
+      const float a = v[n], b = v[n + h];
+      v[n] = a + b;
+      v[n + h] = a - b;
     }
   }
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    if (int(lane) + 32 * n < D) x[lane + 32 * n] = v[n];
   simdgroup_barrier(mem_flags::mem_threadgroup);
   if (M > 1) {
-    float mixed[(D + 31) / 32];
+    float mixed[N];
     for (int n = 0, i = lane; i < D; ++n, i += 32) {
       const uint row = mix[i / P];
       float total = row & 1u ? x[i % P] : -x[i % P];

@@ -1,5 +1,4 @@
 // Goes in front of the headers for mx.fast.cuda_kernel: maps the part of Metal's language that the kernels use onto CUDA.
-// Arrays in threadgroup memory are declared __shared__ by kernels.cuda_text.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,6 +11,7 @@
 #endif
 
 #define TQ_FUNC __device__ __forceinline__
+#define TQ_THREADGROUP __shared__
 #define device
 #define constant
 #define thread
@@ -58,6 +58,9 @@ TQ_FUNC T simd_sum(T x) {
   for (int w = 16; w > 0; w /= 2) x += __shfl_xor_sync(0xffffffffu, x, w);
   return x;
 }
+#if __CUDA_ARCH__ >= 800
+TQ_FUNC int simd_sum(int x) { return __reduce_add_sync(0xffffffffu, x); }
+#endif
 template <typename T>
 TQ_FUNC T simd_max(T x) {
   for (int w = 16; w > 0; w /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, w));

@@ -1,16 +1,16 @@
-// Decodes keys and values of every column to dense rows; one simdgroup a row.
+// Decodes keys and values of every column to dense rows; one simdgroup a row. Padding and spare rows become 0.
 
 constexpr int MAX_D = D > DV ? D : DV;
-const int columns = params[2], capacity = params[3], exact_capacity = params[4], mean_pages = params[7];
+const int room = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4], mean_pages = params[7];
 const int n_kv_heads = params[12], n_rows = params[13];
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
 const int item = threadgroup_position_in_grid.x * NSG + sg;
-threadgroup float scratch[NSG * MAX_D];
+TQ_THREADGROUP float scratch[NSG * MAX_D];
 if (item >= n_rows) return;
 
-const int slot = item / columns, batch = slot / n_kv_heads;
+const int slot = item / room, column = item % room, batch = slot / n_kv_heads;
 const Tokens tokens = tokens_of(params + 16 + batch * 8);
-const int token = item % columns - tokens.pad, first = tokens.first, n_packed = tokens.packed;
+const int token = column < columns ? column - tokens.pad : -1, first = tokens.first, n_packed = tokens.packed;
 const bool coded = token >= first && token < first + n_packed;
 const int place = coded ? token - first : token < first ? token : token - n_packed;
 const size_t at = size_t(slot) * (coded ? capacity : exact_capacity) + max(place, 0);

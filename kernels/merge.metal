@@ -3,7 +3,7 @@
 const int G = params[0], L = params[1], splits = params[5];
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
 const int item = threadgroup_position_in_grid.x;
-threadgroup float sums[NSG * DV], weights[NSG * 32], denominators[NSG];
+TQ_THREADGROUP float sums[NSG * DV], weights[NSG * 32], denominators[NSG];
 
 // The output is (B, n_heads, L, DV), the partial results are (B, n_kv_heads, L, G, splits, DV).
 const int head = item / L;

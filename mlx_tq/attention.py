@@ -49,6 +49,10 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or options that do not go together.
     """
+    if mask is sinks is softcap is None and isinstance(q, mx.array) and isinstance(keys, PackedRows):
+        out = kernels.attend_again(q, keys, values, scale)
+        if out is not None:
+            return out
     _check(q, keys, values, scale, mask, sinks, softcap)
     why = _ops_reason(keys, values)
     if keys.fused == "require" and why is not None:
@@ -103,9 +107,7 @@ def _explain_cache(cache) -> str:
     keys, values = cache.rows
     if holds_latent(cache):
         return f"{explain(keys, keys)}, prompts over decoded rows"
-    path = explain(keys, values)
-    # Batches have masks that are arrays, which MLX's own attention takes otherwise.
-    return path if cache.make_mask(1) is None else path.removeprefix(_PLAIN)
+    return explain(keys, values)
 
 
 def explain(keys, values: PackedRows | None = None) -> str:

@@ -60,9 +60,13 @@ class Layout(NamedTuple):
 
 
 class Memo:
-    """Where `kernels` keeps what it found out about keys, from one step of their cache to the next."""
+    """What needs not be found out again at the next step of a cache.
+
+    found: what `kernels` knows of its keys; accepted: shapes and dtypes of the last new rows, which were checked.
+    """
 
     found: object = None
+    accepted: tuple | None = None
 
     def __reduce__(self):
         return Memo, ()  # copies know nothing
@@ -95,7 +99,7 @@ class PackedRows:
     layout: Layout
     n_kv_heads: int
     fused: str = "auto"
-    memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
+    memo: Memo | None = field(default=None, init=False, repr=False, compare=False)  # of the cache
     inputs: tuple | None = field(default=None, init=False, repr=False, compare=False)  # of the last launch, likewise
 
     @property

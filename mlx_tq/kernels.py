@@ -7,7 +7,6 @@ buffers. Everything a kernel takes for granted is checked here before it is laun
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Iterable
@@ -37,10 +36,10 @@ _MAX_SPLITS = 512
 _MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
-# Widths that attend_mma.metal takes, with how many of its threadgroups of 4 query rows, and of 8, a multiprocessor has
-# registers for, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
-_MMA_RESIDENT = {64: (4, 3), 128: (3, 2), 256: (2,)}
-_MULTIPROCESSORS = 132
+# Widths that attend_mma.metal takes, with the most query rows of one of its threadgroups: what registers carry.
+_MMA_ROWS = {64: 8, 128: 8, 256: 4}
+# So many of its threadgroups keep the memory of a large GPU busy, and each more has to rotate the queries again.
+_MMA_THREADGROUPS = 64
 # Packed blocks that one of its simdgroups may read: sums of products of two bytes then fit 32 bits.
 _MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
@@ -80,14 +79,18 @@ _OUTPUTS = {
 }
 
 
-def text(name: str) -> str:
-    """The text of a file in `kernels/`, from the installed package or the checkout."""
+def path(name: str) -> Path:
+    """A file of `kernels/`, of the installed package or the checkout."""
     here = Path(__file__).resolve().parent
     for folder in (here / "kernels", here.parent / "kernels"):
-        path = folder / name
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
+        if (folder / name).is_file():
+            return folder / name
     raise FileNotFoundError(f"kernel text {name!r} is missing beside {here}: reinstall mlx-tq")
+
+
+def text(name: str) -> str:
+    """The text of a file of `kernels/`."""
+    return path(name).read_text(encoding="utf-8")
 
 
 def header(name: str) -> str:
@@ -105,28 +108,30 @@ def backend() -> str | None:
     return None
 
 
-def cuda_text(source: str) -> str:
-    """Kernel text for `mx.fast.cuda_kernel`: declarations of threadgroup arrays become __shared__."""
-    return re.sub(r"(?m)^( *)threadgroup (\w+ \w+\[)", r"\1__shared__ \2", source)
-
-
 def without_comments(source: str) -> str:
-    """The text without comments and indentation: MLX copies and hashes all of it at every launch."""
+    """The text without comments and indentation: MLX compares all of it at every launch."""
     lines = (line.split("//")[0].strip() for line in source.splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 
 
+def _included(*names: str) -> str:
+    """Lines that include files of `kernels/`: the CUDA back end hashes all text at every launch, so it gets no more."""
+    return "".join(f'#include "{path(name).as_posix()}"\n' for name in names)
+
+
 @cache
 def _kernel(name: str, backend: str):
-    source, head, make = text(f"{name}.metal"), header(name), mx.fast.metal_kernel
+    body, heads = f"{name}.metal", _HEADERS[name].split()
     if backend == "cuda":
-        source, head, make = cuda_text(source), text("cuda.h") + cuda_text(head), mx.fast.cuda_kernel
+        make, source, head = mx.fast.cuda_kernel, _included(body), _included("cuda.h", *heads)
+    else:
+        make, source, head = mx.fast.metal_kernel, without_comments(text(body)), without_comments(header(name))
     return make(
         name=f"tq_{name}",
         input_names=_INPUTS[name].split(),
         output_names=_OUTPUTS[name].split(),
-        source=without_comments(source),
-        header=without_comments(head),
+        source=source,
+        header=head,
     )
 
 
@@ -258,6 +263,12 @@ def reason(dim: int, value_dim: int) -> str | None:
     if device is None:
         return f"the default device is {mx.default_device().type.name}, the kernels need a Metal or CUDA GPU"
     return dim_reason(dim) or dim_reason(value_dim, "value head_dim") or self_test(device).problem
+
+
+def known(keys: PackedRows, values: PackedRows) -> bool:
+    """Whether the kernels run on such rows; where they did at the step before, that is seen at once."""
+    found = None if keys.memo is None else keys.memo.found
+    return (found is not None and found.pair.device == backend()) or reason(keys.dim, values.dim) is None
 
 
 class SelfTest:
@@ -459,8 +470,9 @@ def _grid(name: str, device: str, x: int, y: int, z: int) -> tuple[int, int, int
 def forget_launches() -> None:
     """Drops all that was prepared, for tests and tools that replace parts of this module."""
     prepared = _prepared_attend, _prepared_decode, _prepared_encode
-    for function in (_kernel, _pair, _attend_graph, *prepared):
+    for function in (_kernel, _pair, _attend_graph, _decode_graph, *prepared):
         function.cache_clear()
+    _steps.clear()
 
 
 def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> tuple:
@@ -548,10 +560,21 @@ class _Found(NamedTuple):
 
     regions: tuple[Regions | None, Regions | None]
     value_layer: int
-    exact_shapes: list[tuple[int, ...] | None]
+    exact_shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
     pair: _Pair
     arrays: list[mx.array | None]
     exact_at: tuple[int, ...]  # where the exact keys and values, which would be kept alive, go
+
+    def fits(self, device: str | None, keys: PackedRows, values: PackedRows, shapes: tuple) -> bool:
+        """Whether these rows have the same inputs, but for the contents of exact rows."""
+        return (
+            self.regions[0] is keys.regions
+            and self.regions[1] is values.regions
+            and self.value_layer == values.layer_index
+            and self.exact_shapes == shapes
+            and self.pair.device == device
+            and self.pair.value_dtype == values.dtype
+        )
 
 
 def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]]:
@@ -559,27 +582,22 @@ def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]
     device = backend()
     if keys.inputs is not None and keys.inputs[0] is values and keys.inputs[1].device == device:
         return keys.inputs[1:]
-    exact, found = (keys.exact, values.exact), keys.memo.found
-    shapes = [None if a is None else a.shape for a in exact]
-    if (
-        found is None
-        or found.regions[0] is not keys.regions
-        or found.regions[1] is not values.regions
-        or found.value_layer != values.layer_index
-        or found.exact_shapes != shapes
-        or found.pair.device != device
-        or found.pair.value_dtype != values.dtype
-    ):
+    if keys.memo is None:
+        keys.memo = codec.Memo()
+    k, v, found = keys.exact, values.exact, keys.memo.found
+    shapes = None if k is None else k.shape, None if v is None else v.shape
+    if found is None or not found.fits(device, keys, values, shapes):
         found = _find_inputs(device, keys, values, shapes)
     arrays = found.arrays.copy()
-    for i, rows in zip(found.exact_at, exact, strict=False):
-        arrays[i] = rows
+    if found.exact_at:
+        i, j = found.exact_at
+        arrays[i], arrays[j] = k, v
     if found is keys.memo.found:
         keys.inputs = values, found.pair, arrays
     return found.pair, arrays
 
 
-def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes: list) -> _Found:
+def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes: tuple) -> _Found:
     k, v = _whole_blocks(keys.regions), _whole_blocks(values.regions)
     rows = dict(zip(_ROWS.split(), [*k, keys.exact, v.codes, v.plane, v.scale, values.exact], strict=True))
     pair = _pair(
@@ -646,8 +664,8 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype) -> bool:
     format = pair.format
     return (
         _one_short_dtype(dtype, pair.dtype, pair.value_dtype)
-        and pair.dim in _MMA_RESIDENT
-        and pair.value_dim in _MMA_RESIDENT
+        and pair.dim in _MMA_ROWS
+        and pair.value_dim in _MMA_ROWS
         and (format.codebook, format.qjl) == ("uniform", False)
         and RAW_BITS not in (format.key_bits, format.value_bits)
         and _has_mma(pair.device)
@@ -656,9 +674,8 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype) -> bool:
 
 def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
-    resident = _MMA_RESIDENT[max(pair.dim, pair.value_dim)] if mma else ()
     if mma:
-        per_item = 4 * min(-(-rows // 4), len(resident))
+        per_item = min(-(-rows // 4) * 4, _MMA_ROWS[max(pair.dim, pair.value_dim)])
     else:
         per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.format.qjl, pair.device)
     tiles = -(-rows // per_item)
@@ -670,7 +687,7 @@ def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[in
     least = 2 if packed and exact else 1
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
     if mma:
-        most = min(resident[per_item // 4 - 1] * _MULTIPROCESSORS // items, -(-blocks // NSG))
+        most = min(round(_MMA_THREADGROUPS / items), -(-blocks // NSG))
         least = max(least, -(-(-(-packed // _MMA_SHARE) + (exact > 0)) // NSG))
     else:
         most = min(-(-_WANTED_ITEMS[pair.device] // items), -(-blocks // 2))
@@ -741,21 +758,39 @@ def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array 
 
 
 def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:
-    """Attention by MLX over rows that are decoded for some heads at a time, so that few decoded rows exist at once."""
+    """Attention by MLX over rows that are decoded for some heads at a time, so that few decoded rows exist at once.
+
+    MLX gives back the rows of a part once it ran, so no more than two parts are on their way.
+    """
     batch, n_heads, _, dim = q.shape
     n_kv, groups = keys.n_kv_heads, n_heads // keys.n_kv_heads
     step = min(n_kv, max(1, _DENSE_BYTES // (2 * keys.layout.length * dim * q.dtype.size)))
-    out, part = [], None
+    out, running, last = [], [], None
     for row in range(batch):
         parts = []
         for start in range(0, n_kv, step):
             heads = slice(start, min(start + step, n_kv))
-            k, v = decode(*(_some_heads(rows, row, heads, part) for rows in (keys, values)))
+            k, v = decode(*(_some_heads(rows, row, heads, last) for rows in (keys, values)))
             queries = q[row : row + 1, heads.start * groups : heads.stop * groups]
             part = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask)
             parts.append(part)
+            if batch * n_kv > step and last is None and _start(part):
+                running.append(part)
+                if len(running) > 1:
+                    mx.eval(running.pop(0))
+            else:
+                last = part
         out.append(mx.concatenate(parts, axis=1))
     return mx.concatenate(out, axis=0)
+
+
+def _start(array: mx.array) -> bool:
+    """Has MLX begin with an array; False inside a function that it transforms, where nothing can be evaluated."""
+    try:
+        mx.async_eval(array)
+    except ValueError:
+        return False
+    return True
 
 
 def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
@@ -777,7 +812,27 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         *(last if kind == 1 else None, float(scale), None if softcap is None else float(softcap)),
         *(sinks is not None, _stream()),
     )
+    if last == keys.layout.length and mask is sinks is softcap is None:
+        if len(_steps) > 256:
+            _steps.clear()
+        _steps[pair, keys.layout, q.shape, q.dtype, scale, _stream()] = graph, params
     return graph(q, *rows, *more, params, *(() if sinks is None else (_padded(sinks),)))
+
+
+# What `attend_again` finds: graphs and params of launches that went through all checks.
+_steps: dict[tuple, tuple] = {}
+
+
+def attend_again(q: mx.array, keys: PackedRows, values: PackedRows, scale: float) -> mx.array | None:
+    """`attend` without mask, sinks and soft-cap where a call like this was checked before, else None.
+
+    The layers of a model make the same call one after the other, for each token.
+    """
+    if keys.inputs is None or keys.inputs[0] is not values:
+        return None
+    _, pair, rows = keys.inputs
+    found = _steps.get((pair, keys.layout, q.shape, q.dtype, scale, _stream()))
+    return None if found is None else found[0](q, *rows, found[1])
 
 
 @_prepared_once
@@ -842,37 +897,54 @@ def _attend_ints(layout: Layout, pair: _Pair, shape, mma: bool, strides, last: i
 
 
 def encode(
-    keys: mx.array, values: mx.array, mean: mx.array | None, format: TQFormat, layer_index: int
+    keys: mx.array,
+    values: mx.array,
+    mean: mx.array | None,
+    format: TQFormat,
+    layer_index: int,
+    tokens: tuple[int, int] | None = None,
 ) -> tuple[Regions, Regions]:
-    """`codec.quantise` of keys and values `(B, n_kv_heads, L, D)`.
+    """`codec.quantise` of the tokens [start, stop), or all, of keys and values `(B, n_kv_heads, L, D)`.
 
     mean: page means `(B, n_kv_heads, pages, D)` of centered keys; None makes those of whole pages. Keys and values must
     be of one dtype.
     """
     if keys.dtype != values.dtype:
         raise ValueError(f"keys and values must have one dtype, got {keys.dtype} and {values.dtype}")
+    start, stop = tokens = tokens or (0, keys.shape[2])
     given = () if mean is None else (mean,)
-    if format.centered_keys and not given and keys.shape[2] % format.page:
-        raise ValueError(f"keys without a mean must be whole pages of {format.page} tokens, got {keys.shape}")
+    if format.centered_keys and not given and (stop - start) % format.page:
+        raise ValueError(f"keys without a mean must be whole pages of {format.page} tokens, got {stop - start}")
     dim, value_dim = keys.shape[3], values.shape[3]
     graph, k_parts, v_parts, params = _prepared_encode(
-        *(backend(), format, keys.shape[:3], dim, value_dim, keys.dtype, None if mean is None else mean.shape[2]),
-        _stream(),
+        *(backend(), format, keys.shape[:3], tokens, dim, value_dim, keys.dtype),
+        *(None if mean is None else mean.shape[2], _stream()),
     )
     k_signs, v_signs = (layer_signs(format.seed, layer_index, d) for d in (dim, value_dim))
     k_words, k_scales, v_words, v_scales, *made = graph(keys, values, *k_signs, v_signs[0], params, *given)
     (mean,) = given or made or (None,)
     return (
-        _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys),
-        _split_words(v_parts, v_words, v_scales, None) if v_parts else Regions(values),
+        _split_words(k_parts, k_words, k_scales, mean) if k_parts else Regions(keys[:, :, start:stop]),
+        _split_words(v_parts, v_words, v_scales, None) if v_parts else Regions(values[:, :, start:stop]),
     )
 
 
 @_prepared_once
 def _prepared_encode(
-    device: str, format: TQFormat, rows, dim: int, value_dim: int, dtype: mx.Dtype, pages: int | None, stream: str
+    device: str,
+    format: TQFormat,
+    given_rows: tuple[int, int, int],
+    tokens: tuple[int, int],
+    dim: int,
+    value_dim: int,
+    dtype: mx.Dtype,
+    pages: int | None,
+    stream: str,
 ):
     """The graph, the words of a key and of a value, and its params."""
+    batch, heads, room = given_rows
+    length = tokens[1] - tokens[0]
+    rows = batch, heads, length
     k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)
     shapes, scale = [], getattr(mx, format.scale_dtype)
     for parts, scales in ((k_parts, 1 + format.qjl), (v_parts, 1)):
@@ -885,10 +957,9 @@ def _prepared_encode(
         _grid("encode", device, prod(rows), 2, 1),
         device,
     )
-    batch, heads, length = rows
     makes_means = format.centered_keys and pages is None
     pages = length // format.page if pages is None else pages
-    params = mx.array([1, length, 0, 0, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0], mx.int32)
+    params = mx.array([1, length, tokens[0], room, 0, 0, 0, pages, 0, 0, 0, 0, heads, prod(rows), 0, 0], mx.int32)
     constants = {
         **_tables(format, dim, value_dim, (dtype, dtype)),
         **{"k_table": code_table(format, "keys", dim), "v_table": code_table(format, "values", value_dim)},
@@ -937,41 +1008,54 @@ def _split_words(parts: dict[str, int], packed: mx.array, scales: mx.array, mean
     return Regions(**out)
 
 
-def decode_fits(keys: PackedRows) -> bool:
-    """Whether `decode` can decode so many rows, at least one, in one launch."""
-    return 0 < len(keys.layout.pad) * keys.n_kv_heads * keys.layout.length < (1 << 26) - NSG
+def decode(keys: PackedRows, values: PackedRows, step: int = 1) -> list[mx.array] | None:
+    """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch; None where they are too many.
 
-
-def decode(keys: PackedRows, values: PackedRows) -> list[mx.array]:
-    """`codec.decode_keys` and `codec.decode_values` of a cache's rows in one launch."""
+    step: round memory up to a multiple of so many rows, so that MLX has one graph for as many lengths.
+    """
     pair, rows = _inputs(keys, values)
-    graph, params = _prepared_decode(pair, keys.layout, _stream())
-    return graph(*rows, params)
+    length = keys.layout.length
+    room = -(-length // step) * step
+    graph, params, cuts = _prepared_decode(pair, keys.layout, room, _stream())
+    if graph is None:
+        return None
+    dense = graph(*rows, params)
+    # Takes half of the time that an index takes.
+    return [mx.as_strided(array, *cut) for array, cut in zip(dense, cuts, strict=True)] if room > length else dense
 
 
 @_prepared_once
-def _prepared_decode(pair: _Pair, layout: Layout, stream: str):
-    """The graph and its params."""
+def _prepared_decode(pair: _Pair, layout: Layout, room: int, stream: str):
+    """The graph, its params, and shapes and strides of its results; None where one launch can't decode so many rows."""
+    batch, heads = pair.batch, pair.n_kv_heads
+    if not 0 < batch * heads * room < (1 << 26) - NSG:
+        return None, None, None
     pair.check(layout)
+    params = _params(True, _decode_ints, layout, pair, room)
+    dims = pair.dim, pair.value_dim
+    cuts = [((batch, heads, layout.length, dim), (heads * room * dim, room * dim, dim, 1)) for dim in dims]
+    return _decode_graph(pair, room, stream), params, cuts
+
+
+@_prepared_once
+def _decode_graph(pair: _Pair, room: int, stream: str):
     format, dim, value_dim = pair.format, pair.dim, pair.value_dim
-    batch, heads, columns = pair.batch, pair.n_kv_heads, layout.length
-    dtypes = (pair.dtype, pair.value_dtype)
+    batch, heads, dtypes = pair.batch, pair.n_kv_heads, (pair.dtype, pair.value_dtype)
     launch = _Launch(
         "decode",
         _shape_template(format, dim, value_dim, KT=pair.dtype, VT=pair.value_dtype),
-        ((batch, heads, columns, dim), (batch, heads, columns, value_dim)),
+        ((batch, heads, room, dim), (batch, heads, room, value_dim)),
         dtypes,
-        _grid("decode", pair.device, batch * heads * columns, 2, 1),
+        _grid("decode", pair.device, batch * heads * room, 2, 1),
         pair.device,
     )
-    params = _params(True, _decode_ints, layout, pair)
-    return _graph(_with_constants(launch, (*pair.given, "params"), _constants(pair, dtypes))), params
+    return _graph(_with_constants(launch, (*pair.given, "params"), _constants(pair, dtypes)))
 
 
-def _decode_ints(layout: Layout, pair: _Pair) -> list[int]:
-    (packed, exact, pages), columns = pair.capacities, layout.length
-    rows = pair.batch * pair.n_kv_heads * columns
+def _decode_ints(layout: Layout, pair: _Pair, room: int) -> list[int]:
+    packed, exact, pages = pair.capacities
+    rows = pair.batch * pair.n_kv_heads * room
     return [
-        *(1, 0, columns, packed, exact, 0, 0, pages, 0, 0, 0, 0, pair.n_kv_heads, rows, 0, 0),
+        *(1, room, layout.length, packed, exact, 0, 0, pages, 0, 0, 0, 0, pair.n_kv_heads, rows, 0, 0),
         *_token_ints(layout, 1, 1, 1 << 31),
     ]

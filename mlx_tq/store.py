@@ -218,6 +218,15 @@ class Store:
         if self.exact is not None:
             self.exact = write_rows(self.exact, [0], rows)
 
+    def keep_exact(self, rows: mx.array, first: list[int], recent: list[tuple[int, int]], firsts_held: bool) -> None:
+        """Makes the first tokens of `rows` and the spans `recent` all exact rows; firsts_held: the first are there."""
+        most = max(f + stop - start for f, (start, stop) in zip(first, recent, strict=True))
+        if firsts_held and self.exact is not None and self.exact.shape == self._exact_shape(rows.shape[0], most):
+            self.put_exact(take_tokens(rows, [[span] for span in recent]), first)
+        else:
+            spans = [[(0, f), span] for f, span in zip(first, recent, strict=True)]
+            self.replace_exact(take_tokens(rows, spans))
+
     def reserve_exact(self, batch: int, held: int) -> None:
         """Gives the exact buffer its capacity, or room for `held` rows where they are more."""
         shape = self._exact_shape(batch, held)
@@ -277,8 +286,18 @@ class Store:
         return out
 
     def snapshot(self, exact: mx.array | None, layout: Layout, fused: str) -> PackedRows:
-        common = (self.kind, self.format, self.dim, self.layer_index, self.dtype)
-        rows = PackedRows(*common, self.regions, exact, layout, self.n_kv_heads, fused)
+        rows = PackedRows(
+            self.kind,
+            self.format,
+            self.dim,
+            self.layer_index,
+            self.dtype,
+            self._regions,
+            exact,
+            layout,
+            self.n_kv_heads,
+            fused,
+        )
         rows.memo = self.memo
         return rows
 
@@ -319,6 +338,7 @@ class StoredCache:
     def _hold(self, keys: Store, values: Store) -> None:
         self._keys, self._values = keys, values
         values.memo = keys.memo  # new regions of either make it old
+        keys.memo.accepted = None
 
     @property
     def _stores(self) -> tuple[Store, Store]:
@@ -328,8 +348,15 @@ class StoredCache:
 
     def _accept(self, keys: mx.array, values: mx.array) -> None:
         """Checks new rows; the first ones say what the cache holds."""
-        self._check(keys, values)
         install_hook()
+        check_array("keys", keys)
+        check_array("values", values)
+        rows = keys.shape, values.shape, keys.dtype, values.dtype, self._batch
+        memo = self._keys.memo
+        if rows == memo.accepted:
+            return
+        self._check(keys, values)
+        memo.accepted = rows
         if self.empty():
             for store, x in zip(self._stores, (keys, values), strict=True):
                 store.describe(x)
@@ -342,18 +369,19 @@ class StoredCache:
         The last dropped[i] of all these are right padding and never leave the exact rows. Returns the exact rows that
         this call's attention sees, and how many tokens of each row were packed.
         """
-        length, stores = keys.shape[2], self._stores
+        length = keys.shape[2]
         if min(new) == length and max(held) + length < self._keys.exact_capacity:
-            for store, rows in zip(stores, (keys, values), strict=True):
-                store.put_exact(rows, held)
-            return [store.exact for store in stores], [0] * len(held)
+            self._keys.put_exact(keys, held)
+            self._values.put_exact(values, held)
+            return [self._keys.exact, self._values.exact], [0] * len(held)
+        stores = self._stores
         paged = self.format.paged
         total = [h + n for h, n in zip(held, new, strict=True)]
         first = [min(self.format.sinks, p + t) for p, t in zip(packed, total, strict=True)]
         recent = [t - f for t, f in zip(total, first, strict=True)]
         leaving = [self._leaving(r - d) for r, d in zip(recent, dropped, strict=True)]
         if not paged and length and {*new, *recent, *leaving} == {length}:
-            self._pack(keys, values, packed, None)  # the exact rows stay as they are
+            self._pack(keys, values, (0, length), packed, None)  # the exact rows stay as they are
         else:
             exacts = [keys, values]
             most = max(held)
@@ -366,9 +394,9 @@ class StoredCache:
             for count in sorted(set(leaving) - {0}):
                 rows = [i for i, gone in enumerate(leaving) if gone == count]
                 self._pack_rows(exacts, first, packed, rows, count)
-            spans = [[(0, f), (f + gone, t)] for f, gone, t in zip(first, leaving, total, strict=True)]
+            recents = [(f + gone, t) for f, gone, t in zip(first, leaving, total, strict=True)]
             for store, rows in zip(stores, exacts, strict=True):
-                store.replace_exact(take_tokens(rows, spans))
+                store.keep_exact(rows, first, recents, len(set(first)) == 1 and min(held) >= first[0])
             if paged:
                 return exacts, leaving
         return [store.exact for store in stores], leaving
@@ -382,17 +410,25 @@ class StoredCache:
             index = mx.array(np.array(rows, np.int32))
             exacts = [mx.take(x, index, axis=0) for x in exacts]
         (start,) = set(first)  # a row packs once it has all its first tokens
-        self._pack(*(x[:, :, start : start + count] for x in exacts), packed, rows)
+        self._pack(*exacts, (start, start + count), packed, rows)
 
     def _kernels_run(self) -> bool:
         dtypes = self._keys.dtype_name == self._values.dtype_name
         return self.fused != "never" and dtypes and kernels.reason(self._keys.dim, self._values.dim) is None
 
-    def _pack(self, keys: mx.array, values: mx.array, starts: list[int], rows: list[int] | None) -> None:
-        """Packs `(R, H, n, D)` rows at `starts` of batch rows `rows`, or all; whole pages where rows are paged."""
+    def _pack(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        tokens: tuple[int, int],
+        starts: list[int],
+        rows: list[int] | None,
+    ) -> None:
+        """Packs tokens [start, stop) of `(R, H, L, D)` rows at `starts` of batch rows `rows`, or all; paged: pages."""
         if self._kernels_run():
-            regions = kernels.encode(keys, values, None, self.format, self.layer_index)
+            regions = kernels.encode(keys, values, None, self.format, self.layer_index, tokens)
         else:
+            keys, values = (x[:, :, tokens[0] : tokens[1]] for x in (keys, values))
             mean = page_means(keys, self.format.page) if self.format.centered_keys else None
             pairs = ((self._keys, keys, mean), (self._values, values, None))
             regions = [quantise(x, self.format, store.kind, store.signs, m) for store, x, m in pairs]
@@ -406,8 +442,6 @@ class StoredCache:
         return max(0, recent - self.format.window) // self.format.page * self.format.page
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        check_array("keys", keys)
-        check_array("values", values)
         held = () if self.empty() else (self._keys.described, self._values.described)
         _check_new(keys.shape, values.shape, keys.dtype, values.dtype, self._batch, held)
         why = kernels.reason(keys.shape[3], values.shape[3]) if self.fused == "require" else None

@@ -17,16 +17,20 @@ from .codec import PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
 _original = None
+# So many lengths of views have one graph: MLX takes milliseconds for another one.
+_STEP = 256
 
 
 class TQView(mx.array):
     """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
 
     Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows. A
-    view that was changed in place has no `rows` any more.
+    view that was changed in place has no `rows` any more. One that is `plain` holds all rows as they came: MLX's own
+    attention reads it like any array.
     """
 
     rows: PackedRows | None = None
+    plain: bool = False
 
 
 def _forget_rows(change):
@@ -45,16 +49,19 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
-    k, v = map(TQView, plain_rows(keys, values) or _decoded(keys, values))
+    plain = plain_rows(keys, values)
+    k, v = map(TQView, plain or _decoded(keys, values))
     k.rows, v.rows = keys, values
+    if plain is not None:
+        k.plain = v.plain = keys.dtype == values.dtype
     return k, v
 
 
 def _decoded(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
     # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
-    fused = keys.fused != "never" and values.format.value_bits != RAW_BITS and kernels.decode_fits(keys)
-    fused = fused and kernels.reason(keys.dim, values.dim) is None
-    return kernels.decode(keys, values) if fused else (decode_keys(keys), decode_values(values))
+    fused = keys.fused != "never" and values.format.value_bits != RAW_BITS
+    decoded = kernels.decode(keys, values, _STEP) if fused and kernels.known(keys, values) else None
+    return decoded or (decode_keys(keys), decode_values(values))
 
 
 def install_hook() -> None:
@@ -66,7 +73,7 @@ def install_hook() -> None:
 
     @functools.wraps(original)
     def scaled_dot_product_attention(q, k, v, *args, **kwargs):
-        if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not args:
+        if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not (args or (k.plain and v.plain)):
             return _attend(original, q, k, v, **kwargs)
         return original(q, k, v, *args, **kwargs)
 

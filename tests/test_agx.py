@@ -46,7 +46,8 @@ def test_the_wrapper_declares_what_the_kernel_takes(agx, kernel, format):
     declared = set(re.findall(r"^(?:typedef|constexpr) \w+ (\w+)", text.split("// Shared by all kernels")[0], re.M))
     body = re.sub(r"//.*", "", kernels.text(f"{name}.metal"))
     local = set(re.findall(r"\b(?:int|auto) (\w+) =|, (\w+) =", body))
-    ours = {n for pair in local for n in pair} | set(re.findall(r"constexpr \w+ (\w+)", kernels.header(name)))
+    named = re.findall(r"(?:constexpr \w+|#define) (\w+)", kernels.header(name))
+    ours = {n for pair in local for n in pair} | set(named)
     used = set(re.findall(r"\b[A-Z][A-Z_0-9]*\b", body)) - ours - {"INFINITY", "LOG2E", "LOWEST"}
     assert used <= declared, used - declared
 

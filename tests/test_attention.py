@@ -4,7 +4,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ops
+from conftest import fused, ops
 from oracle import (
     TIGHT,
     attention64,
@@ -20,7 +20,7 @@ from oracle import (
     to64,
 )
 
-from mlx_tq import TQFormat, attention, decode_keys, decode_values, encode_keys, encode_values, kernels
+from mlx_tq import TQFormat, TQKVCache, attention, decode_keys, decode_values, encode_keys, encode_values, kernels
 from mlx_tq.codec import Layout, PackedRows
 from mlx_tq.packing import Regions, region_shapes
 
@@ -695,6 +695,76 @@ def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch,
     want = attention64(q, decode64(keys), decode64(values), 0.125, mask)
     half = max_error(plain(q, keys, values, 0.125, causal(100, 140) if mask else None, dtype=dtype), want)
     assert max_error(attention(q, keys, values, scale=0.125, mask=mask), want) <= 2 * half
+
+
+def test_no_more_than_two_parts_of_decoded_rows_exist(fused_kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "_DENSE_BYTES", 1)
+    q, k, v = inputs(2, 6, 3, 100, 140, dtype=mx.float16)
+    keys, values = encode(k, v)
+    running, most, start, wait = [], [], kernels._start, mx.eval
+
+    def started(part):
+        running.append(part)
+        most.append(len(running))
+        return start(part)
+
+    def waited(*arrays):
+        running[:] = [part for part in running if all(part is not a for a in arrays)]
+        return wait(*arrays)
+
+    monkeypatch.setattr(kernels, "_start", started)
+    monkeypatch.setattr(mx, "eval", waited)
+    eager = attention(q, keys, values, scale=0.125, mask="causal")
+    assert most == [1] + [2] * 5  # heads of two batch rows
+    monkeypatch.setattr(kernels, "_start", lambda part: False)  # as where a function is transformed
+    assert same_bits(eager, attention(q, keys, values, scale=0.125, mask="causal"))
+
+
+def test_nothing_is_started_inside_a_transformed_function():
+    seen = []
+
+    def function(x):
+        seen.append(kernels._start(x + 1))
+        return x * 2
+
+    x = mx.ones(3)
+    assert mx.array_equal(mx.compile(function)(x), x * 2) and mx.array_equal(mx.vmap(function)(x), x * 2)
+    assert mx.array_equal(mx.grad(lambda x: function(x).sum())(x), mx.full((3,), 2.0))
+    function(x)
+    assert seen == [False, False, False, True]
+
+
+def test_a_call_like_one_before_is_checked_as_well(fused_kernels):
+    """A decode step that was checked is found again; what differs in anything but its numbers is not taken for it."""
+    cache = TQKVCache(TQFormat(4, 4, window=32, page=32))
+    k, v = (normal(i, 1, 2, 100, 64) for i in (1, 2))
+    cache.update_and_fetch(k, v)
+    rows = cache.rows
+    q = normal(3, 1, 4, 1, 64)
+    for _ in range(3):
+        check(fused, q, *rows)
+        assert kernels.attend_again(q, *rows, 0.125) is not None
+    check(fused, q, *rows, scale=0.5)
+    check(fused, normal(4, 1, 8, 1, 64), *rows)
+    check(fused, normal(5, 1, 4, 3, 64), *rows)
+    check(fused, q, *rows, mask=mx.arange(100)[None] > 50)
+    check(fused, q, *rows, softcap=2.0)
+    check(fused, q, *rows, sinks=mx.zeros(4))
+    assert fused(q.astype(mx.float16), *rows, scale=0.125).dtype == mx.float16
+    for bad in (q[:, :, :, :32], q[:, :3], mx.zeros((2, 4, 1, 64)), q[0], q.astype(mx.int32)):
+        with pytest.raises(ValueError, match=r"q must|n_heads must"):
+            attention(bad, *rows, scale=0.125)
+    with pytest.raises(ValueError, match="scale must"):
+        attention(q, *rows, scale=float("nan"))
+    with pytest.raises(ValueError, match="same tokens"):
+        attention(q, rows[0], replace(rows[1], layout=Layout.uniform(1, 4, 32, 64)), scale=0.125)
+    with pytest.raises(ValueError, match="values must"):
+        attention(q, rows[0], rows[0], scale=0.125)
+    cache.update_and_fetch(k[:, :, :1], v[:, :, :1])
+    check(fused, q, *rows)  # the rows of before
+    check(fused, q, *cache.rows)
+    with mx.stream(mx.new_stream(mx.default_device())):
+        assert kernels.attend_again(q, *rows, 0.125) is None
 
 
 def test_results_beyond_float16_are_its_largest_numbers(path):

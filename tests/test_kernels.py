@@ -1,5 +1,6 @@
 """The kernels beyond what every path of test_attention.py runs: encoding, launches, schedules, the self test."""
 
+import copy
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,16 @@ def test_encode_makes_the_means_of_whole_pages(fused_kernels, page, dtype):
         assert all(a is b is None or same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
     with pytest.raises(ValueError, match="whole pages of"):
         kernels.encode(k[:, :, 1:], v[:, :, 1:], None, format, 5)
+
+
+@pytest.mark.parametrize("format", [TQFormat(centered_keys=True, page=32), TQFormat(3, 16), TQFormat(16, 2)])
+def test_encode_of_some_tokens(fused_kernels, format):
+    k, v = (normal(i, 2, 3, 200, 64, dtype=mx.float16) + 2 for i in (1, 2))
+    for start, stop in ((0, 64), (5, 133), (168, 200)):
+        got = kernels.encode(k, v, None, format, 5, (start, stop))
+        want = kernels.encode(*(mx.contiguous(x[:, :, start:stop]) for x in (k, v)), None, format, 5)
+        for mine, theirs in zip(got, want, strict=True):
+            assert all(a is b is None or same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize(("format", "dim", "value_dim", "dtype"), ENCODE[::2])
@@ -249,8 +260,10 @@ def test_explain_names_the_path(fused_kernels):
     assert "kernels" in mlx_tq.explain([cache, object()])
     later = f"MLX's own attention until tokens are packed, then kernels ({kernels.backend()})"
     assert mlx_tq.explain(cache) == later
-    # A batch has masks that are arrays, which only the kernels take as they are meant here.
-    assert mlx_tq.explain(TQKVCache.merge([cache, cache])) == f"kernels ({kernels.backend()})"
+    longer = copy.deepcopy(cache)
+    longer.update_and_fetch(normal(1, 1, 1, 1, 64), normal(1, 1, 1, 1, 64))
+    assert mlx_tq.explain(TQKVCache.merge([cache, cache])) == later
+    assert mlx_tq.explain(TQKVCache.merge([cache, longer])) == f"kernels ({kernels.backend()})"  # has padding
 
 
 def test_require_raises_before_anything_is_stored(fused_kernels):
@@ -369,13 +382,19 @@ def test_poisoned_spare_rows_of_a_cache(fused_kernels):
     check(normal(3, 1, 4, 2, 64), *cache.rows, mask="causal")
 
 
-def test_cuda_text_moves_threadgroup_arrays_only():
-    source = "threadgroup float scratch[8];\n  threadgroup float* p = scratch;\nthreadgroup_barrier(x);\n"
-    out = kernels.cuda_text(source)
-    assert out.startswith("__shared__ float scratch[8];")
-    assert "threadgroup float* p" in out and "threadgroup_barrier" in out
-    for name in ("attend", "merge", "encode", "decode"):
-        assert "__shared__" in kernels.cuda_text(kernels.text(f"{name}.metal"))
+def test_threadgroup_arrays_are_declared_for_cuda_too():
+    for file in kernels.path("cuda.h").parent.glob("*.*"):
+        for line in () if file.suffix == ".md" else file.read_text().splitlines():
+            assert not re.match(r" *threadgroup \w+ \w+\[", line), f"{file.name}: {line}"
+
+
+def test_cuda_gets_the_files_by_name(monkeypatch):
+    got = {}
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **given: got.update(given))
+    kernels._kernel.__wrapped__("attend_mma", "cuda")
+    included = re.findall('#include "(.*)"\n', got["header"] + got["source"])
+    names = [*("cuda.h", *kernels._HEADERS["attend_mma"].split()), "attend_mma.metal"]
+    assert included == [str(kernels.path(name)) for name in names]
 
 
 def test_the_kernels_are_skipped_only_for_a_reason():

@@ -42,7 +42,7 @@ def recorded():
         decoded.extend(zip(rows, out, strict=True))
         return out
 
-    with patch.object(view, "attention", attend), patch.object(store, "views", make):
+    with patch.object(view, "attention", attend), patch.object(store, "views", make), _none_plain():
         yield calls, decoded
 
 
@@ -51,13 +51,20 @@ def decoding():
     return patch.object(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
 
 
+@contextmanager
 def poisoned():
-    """Decoded rows are NaN: whatever computes with them shows it."""
+    """Views are NaN, and no attention reads them: whatever else computes with them shows it."""
 
     def nan(self, array):
         mx.array.__init__(self, mx.full(array.shape, mx.nan, array.dtype))
 
-    return patch.object(view.TQView, "__init__", nan)
+    with patch.object(view.TQView, "__init__", nan), _none_plain():
+        yield
+
+
+def _none_plain():
+    """All of a model's calls go through `attention`, also while no token is packed."""
+    return patch.object(view.TQView, "plain", property(lambda self: False, lambda self, plain: None))
 
 
 def reads(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .problems import Problem
-from .translate import SPACE, at, blank, closing, kernel_bodies, mask, threadgroup_variables
+from .translate import SPACE, at, blank, closing, kernel_bodies, mask, plain_spaces, threadgroup_variables
 
 _FORBIDDEN = [
     (r"\bstd::", "std:: does not exist in MSL"),
@@ -51,7 +51,7 @@ def _top_level(code: str) -> str:
 
 def lint(text: str) -> list[Problem]:
     """Problems of the text that need no compiler."""
-    code, type_names = _without_templates(mask(text))
+    code, type_names = _without_templates(mask(plain_spaces(text)))
     problems = []
 
     def add(position: int, message: str):

@@ -24,6 +24,14 @@ def mask(text: str, directives: bool = False) -> str:
     return text if directives else re.sub(r"(?m)^[ \t]*#(?:[^\n\\]|\\\n|\\.)*", blank, text)
 
 
+def plain_spaces(text: str) -> str:
+    """The text with address spaces in place of the macros that stand for one: declarations are found by the word."""
+    define = re.compile(rf"(?m)^[ \t]*#define (\w+) ({SPACE})$")
+    names = dict(define.findall(text))
+    text = define.sub(blank, text)
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda m: names[m[1]], text) if names else text
+
+
 def closing(text: str, start: int, pair: str = "()") -> int:
     """Position of the bracket that closes the one at `start`."""
     depth = 0
@@ -93,6 +101,7 @@ def _storage(variables: ThreadgroupVariables, code: str) -> str:
 
 def translate(text: str, strict: bool) -> str:
     """C++ of the same meaning. strict: address spaces stay, for a check of types only."""
+    text = plain_spaces(text)
     code, full = mask(text), mask(text, directives=True)
     edits = []  # (start, end, replacement)
     for m in re.finditer(r"\[\[(?!maybe_unused|clang::|unroll)", full):
