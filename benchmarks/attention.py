@@ -1,9 +1,9 @@
 """Time of one attention call over a cache: ours, MLX's bfloat16 attention, and mlx-lm's 4-bit quantised attention.
 
-All three run in one process, interleaved, over rotating caches that together exceed the device's caches. Each call
-waits for the one before; the graph of many calls is built before the clock starts and evaluated at once, so times are
-those of MLX and the device. What Python takes to build a call is in `host_us`; the times of a prompt's chunk, which
-is long and starts to run while it is built, have it in them. Each result is checked before it is timed. Times are
+All three run in one process, interleaved, over rotating caches as large together as those of a model. Each call waits
+for the one before; the graph of many calls is built before the clock starts and evaluated at once, so times are those
+of MLX and the device. What Python takes to build a call is in `host_us`; the times of a prompt's chunk, which is long
+and starts to run while it is built, have it in them. Each result is checked before it is timed. Times are
 microseconds per call: the median and the 20th and 80th percentile over rounds. Peaks are bytes beyond what was held
 before one call. `append_us` is the time to put as many new tokens as there are queries into the cache: rotation,
 packing and the copy into place, on average over the steps between two pages.
@@ -27,8 +27,9 @@ import mlx_tq
 from mlx_tq.doctor import device_name
 from mlx_tq.loading import new_file, write_csv
 
-# Bytes that the rotating caches of one method should reach together.
-ROTATE_BYTES = 200 << 20
+# Bytes that the rotating caches of one method should reach together, as those of a model's layers do: beyond what the
+# device caches, of data and of where its pages are.
+ROTATE_BYTES = 2 << 30
 MAX_CACHES = 16
 
 

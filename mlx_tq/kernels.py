@@ -36,10 +36,13 @@ _MAX_SPLITS = 512
 _MAX_SCORES = 1 << 31
 # Simdgroups that keep a device busy, by back end.
 _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
-# Widths that attend_mma.metal takes, with the most query rows of one of its threadgroups: what registers carry.
-_MMA_ROWS = {64: 8, 128: 8, 256: 4}
-# So many of its threadgroups keep the memory of a large GPU busy, and each more has to rotate the queries again.
-_MMA_THREADGROUPS = 64
+# Widths that attend_mma.metal takes, with how many of its threadgroups of 4 query rows, and of 8, a multiprocessor has
+# registers for, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
+_MMA_RESIDENT = {64: (4, 3), 128: (3, 2), 256: (2,)}
+_MULTIPROCESSORS = 132
+# Up to so many blocks in all, so many threadgroups are enough: each more has to rotate the queries again.
+_MMA_FEW_BLOCKS = 10240
+_MMA_FEW_THREADGROUPS = 64
 # Packed blocks that one of its simdgroups may read: sums of products of two bytes then fit 32 bits.
 _MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
@@ -664,8 +667,8 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype) -> bool:
     format = pair.format
     return (
         _one_short_dtype(dtype, pair.dtype, pair.value_dtype)
-        and pair.dim in _MMA_ROWS
-        and pair.value_dim in _MMA_ROWS
+        and pair.dim in _MMA_RESIDENT
+        and pair.value_dim in _MMA_RESIDENT
         and (format.codebook, format.qjl) == ("uniform", False)
         and RAW_BITS not in (format.key_bits, format.value_bits)
         and _has_mma(pair.device)
@@ -674,8 +677,9 @@ def _takes_mma(pair: _Pair, dtype: mx.Dtype) -> bool:
 
 def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[int, int, int]:
     """Query rows of a simdgroup, tiles of query rows, and splits of the tokens."""
+    resident = _MMA_RESIDENT[max(pair.dim, pair.value_dim)] if mma else ()
     if mma:
-        per_item = min(-(-rows // 4) * 4, _MMA_ROWS[max(pair.dim, pair.value_dim)])
+        per_item = 4 * min(-(-rows // 4), len(resident))
     else:
         per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.format.qjl, pair.device)
     tiles = -(-rows // per_item)
@@ -687,7 +691,10 @@ def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[in
     least = 2 if packed and exact else 1
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
     if mma:
-        most = min(round(_MMA_THREADGROUPS / items), -(-blocks // NSG))
+        most = resident[per_item // 4 - 1] * _MULTIPROCESSORS // items
+        if blocks * items <= _MMA_FEW_BLOCKS:
+            most = round(_MMA_FEW_THREADGROUPS / items)
+        most = min(most, -(-blocks // NSG))
         least = max(least, -(-(-(-packed // _MMA_SHARE) + (exact > 0)) // NSG))
     else:
         most = min(-(-_WANTED_ITEMS[pair.device] // items), -(-blocks // 2))

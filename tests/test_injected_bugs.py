@@ -321,7 +321,7 @@ def caught(file) -> str:
 def few_splits(monkeypatch):
     """Few splits, so that a simdgroup has several blocks and the merge several parts."""
     monkeypatch.setattr(kernels, "_WANTED_ITEMS", {"metal": 36})
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 0)
+    monkeypatch.setattr(kernels, "_MMA_FEW_THREADGROUPS", 0)
     monkeypatch.setattr(kernels, "_DENSE_ROWS", 1 << 30)
     monkeypatch.setattr(kernels, "_has_mma", lambda device: True)
     kernels.forget_launches()

@@ -1,6 +1,7 @@
 """attend_mma.metal, the kernel for NVIDIA's matrix units: on such a GPU, else by the runner, which has their tiles."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import msl
@@ -138,14 +139,21 @@ def test_rows_that_see_nothing_are_zero():
 
 @pytest.mark.parametrize("wanted", (0, 1, 3, 10_000))
 def test_any_number_of_splits(monkeypatch, wanted):
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", wanted)
+    monkeypatch.setattr(kernels, "_MMA_FEW_THREADGROUPS", wanted)
     layout = LAYOUTS["long"]
     q = normal(1, 1, 4, 2, 64, dtype=mx.float16)
     check(q, *rows(FORMATS["default"], layout, 64, 64, mx.float16), mask="causal")
 
 
+@pytest.mark.parametrize(("tokens", "batch", "splits"), [(1024, 1, 8), (32768, 1, 8), (131072, 1, 49), (32768, 16, 3)])
+def test_threadgroups_on_a_large_gpu(tokens, batch, splits):
+    """64 while there is little to read, else what the registers of all multiprocessors carry."""
+    pair = SimpleNamespace(dim=128, value_dim=128, n_kv_heads=8, batch=batch)
+    assert kernels._launch_shape(pair, Layout.uniform(batch, 4, tokens, 380), 4, True) == (4, 1, splits)
+
+
 def test_more_pages_than_are_scored_at_a_time(monkeypatch):
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 0)
+    monkeypatch.setattr(kernels, "_MMA_FEW_THREADGROUPS", 0)
     layout = Layout.uniform(1, 0, 18 * 4 * 32, 0)
     check(normal(1, 1, 4, 1, 64, dtype=mx.float16), *rows(FORMATS["default"], layout, 64, 64, mx.float16, n_kv=1))
 
@@ -175,7 +183,7 @@ def test_values_of_any_size(loud):
 
 def test_faint_values_while_scores_rise(monkeypatch):
     """The factor of the weights can grow no more when their maximum rises."""
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 0)
+    monkeypatch.setattr(kernels, "_MMA_FEW_THREADGROUPS", 0)
     layout = LAYOUTS["all packed"]
     rising = mx.arange(layout.length)[:, None] / layout.length
     key = (normal(1, 1, 2, layout.length, 64) * 0.1 + 4 * rising).astype(mx.bfloat16)
@@ -202,7 +210,7 @@ def test_many_small_weights_beside_a_large_one(monkeypatch, loud):
 
     Rounded to whole numbers each for itself, all the small weights would be too large, or too small, or vanish.
     """
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 0)
+    monkeypatch.setattr(kernels, "_MMA_FEW_THREADGROUPS", 0)
     n, sink = 8192, 5
     layout = Layout.uniform(1, 0, n, 0)
     k, v = np.zeros((2, 1, 1, n, 64), np.float32)
@@ -257,7 +265,7 @@ def test_schedules_of_threads(seed):
 @pytest.mark.parametrize("share", (0.2271, 0.2288, 0.25, 0.2504))
 def test_equal_weights_are_not_rounded_up_at_the_same_tokens(monkeypatch, share):
     """8,192 weights of a part of a unit beside a large one, and values that repeat every four tokens."""
-    monkeypatch.setattr(kernels, "_MMA_THREADGROUPS", 0)  # one threadgroup reads all
+    monkeypatch.setattr(kernels, "_MMA_FEW_THREADGROUPS", 0)  # one threadgroup reads all
     n, large = 8192, 5
     k, v = np.zeros((1, 1, n, 64), np.float32), np.resize(to64(normal(4, 4, 64)), (1, 1, n, 64))
     k[..., large, 0], v[..., large, :] = 64, to64(normal(5, 64))
@@ -272,11 +280,11 @@ def test_equal_weights_are_not_rounded_up_at_the_same_tokens(monkeypatch, share)
 
 
 @pytest.mark.parametrize("broken", (False, True))
-def test_the_self_test_runs_it(monkeypatch, capsys, broken):
+def test_the_self_test_runs_it(monkeypatch, tmp_path, capsys, broken):
     if broken:
-        text = kernels.text
-        wrong = lambda name: text(name).replace("offset = float", "offset = 1.1f * float")  # noqa: E731
-        monkeypatch.setattr(kernels, "text", wrong)
+        path, wrong = kernels.path, tmp_path / "attend_mma.metal"
+        wrong.write_text(kernels.text(wrong.name).replace("offset = float", "offset = 1.1f * float"))
+        monkeypatch.setattr(kernels, "path", lambda name: wrong if name == wrong.name else path(name))
         kernels._kernel.cache_clear()
     monkeypatch.setattr(kernels, "_tests", {})
     found = kernels.self_test(kernels.backend())
