@@ -115,7 +115,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(f"error: neither {str(args.attention)!r} nor {str(args.generation)!r} has results")
     for rows, table in ((attention, attention_table), (generation, generation_table)):
         if rows:
-            print(f"{table(rows)}\n\n{rows[0]['device']}, mlx {rows[0]['mlx']}, commit {rows[0]['commit']}\n")
+            print(f"{table(rows)}\n")
+            for about in dict.fromkeys(f"{row['device']}, mlx {row['mlx']}, commit {row['commit']}" for row in rows):
+                print(about)
+            print()
     if args.write is not None:
         import matplotlib
 

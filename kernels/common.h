@@ -51,6 +51,27 @@ constexpr float code_offset() {
 
 // ---------------------------------------------------------------- the transform, by one simdgroup
 
+// The stages of the transform of size P from coordinates H apart on, over those that lie 32 apart in v.
+template <int H, int P, int N>
+TQ_FUNC void butterflies(thread float* v, uint lane) {
+  if constexpr (H < P) {
+    if constexpr (H < 32) {
+      const float sign = lane & H ? -1.0f : 1.0f;
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = fma(sign, v[n], simd_shuffle_xor(v[n], ushort(H)));
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (n & H / 32) continue;
+        const float a = v[n], b = v[n + H / 32];
+        v[n] = a + b;
+        v[n + H / 32] = a - b;
+      }
+    }
+    butterflies<2 * H, P, N>(v, lane);
+  }
+}
+
 // H x in place over D values, natural order, as mlx_tq/rotation.py adds them. mix: rows of the Paley matrix, bit b set
 // where column b is +1. Lane i % 32 reads x[i]: what another lane wrote there needs a barrier before.
 template <int D>
@@ -59,22 +80,7 @@ TQ_FUNC void hadamard(threadgroup float* x, device const uint* mix, uint lane) {
   float v[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) v[n] = int(lane) + 32 * n < D ? x[lane + 32 * n] : 0.0f;
-#pragma unroll
-  for (int h = 1; h < P && h < 32; h *= 2) {
-    const float sign = lane & h ? -1.0f : 1.0f;
-#pragma unroll
-    for (int n = 0; n < N; ++n) v[n] = fma(sign, v[n], simd_shuffle_xor(v[n], ushort(h)));
-  }
-#pragma unroll
-  for (int h = 1; 32 * h < P; h *= 2) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      if (n & h) continue;
-      const float a = v[n], b = v[n + h];
-      v[n] = a + b;
-      v[n + h] = a - b;
-    }
-  }
+  butterflies<1, P, N>(v, lane);
 #pragma unroll
   for (int n = 0; n < N; ++n)
     if (int(lane) + 32 * n < D) x[lane + 32 * n] = v[n];

@@ -397,6 +397,13 @@ def test_cuda_gets_the_files_by_name(monkeypatch):
     assert included == [str(kernels.path(name)) for name in names]
 
 
+@pytest.mark.parametrize(("tokens", "batch", "splits"), [(1024, 1, 8), (32768, 1, 8), (131072, 1, 49), (32768, 16, 3)])
+def test_threadgroups_on_a_large_gpu(tokens, batch, splits):
+    """64 while there is little to read, else what the registers of all multiprocessors carry."""
+    pair = SimpleNamespace(dim=128, value_dim=128, n_kv_heads=8, batch=batch)
+    assert kernels._launch_shape(pair, Layout.uniform(batch, 4, tokens, 380), 4, True) == (4, 1, splits)
+
+
 def test_the_kernels_are_skipped_only_for_a_reason():
     assert kernels_missing() is None or "ziglang" in kernels_missing() or "x86-64" in kernels_missing()
     if kernels_missing() is None:

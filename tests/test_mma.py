@@ -1,7 +1,6 @@
 """attend_mma.metal, the kernel for NVIDIA's matrix units: on such a GPU, else by the runner, which has their tiles."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import mlx.core as mx
 import msl
@@ -143,13 +142,6 @@ def test_any_number_of_splits(monkeypatch, wanted):
     layout = LAYOUTS["long"]
     q = normal(1, 1, 4, 2, 64, dtype=mx.float16)
     check(q, *rows(FORMATS["default"], layout, 64, 64, mx.float16), mask="causal")
-
-
-@pytest.mark.parametrize(("tokens", "batch", "splits"), [(1024, 1, 8), (32768, 1, 8), (131072, 1, 49), (32768, 16, 3)])
-def test_threadgroups_on_a_large_gpu(tokens, batch, splits):
-    """64 while there is little to read, else what the registers of all multiprocessors carry."""
-    pair = SimpleNamespace(dim=128, value_dim=128, n_kv_heads=8, batch=batch)
-    assert kernels._launch_shape(pair, Layout.uniform(batch, 4, tokens, 380), 4, True) == (4, 1, splits)
 
 
 def test_more_pages_than_are_scored_at_a_time(monkeypatch):

@@ -165,15 +165,14 @@ def trips(case: Case) -> list[float]:
     """
     dim = case.head_dim
     row, stages = ceil(dim / 32), log2(dim)
-    transform = [stages, dim / 64]
     if case.kernel == "merge":
         return [1, 1, 1, row, row, row]
     if case.kernel == "decode":
-        half = [0, row, *transform, row, row]  # exact rows, coded ones, their rotation, its norm, the dense row
+        half = [0, row, row, row]  # exact rows, coded ones, the norm of their rotation, the dense row
         return [*half, *half, row]  # keys come last and have means to be added before they are written
     halves = sum(ceil(dim / (2 << stage) / 32) for stage in range(int(stages)))
     rest = [row, stages, halves / stages, row, len(STEP_CHOICES), row, row, row, 1]
-    return [row, row, *transform, row, *rest] * 2
+    return [row, row, row, *rest] * 2
 
 
 def total_cost(program: Program, counts: list[float]) -> Cost:
