@@ -91,8 +91,8 @@ TQ_FUNC void hadamard(threadgroup float* x, device const uint* mix, uint lane) {
       const uint row = mix[i / P];
       float total = row & 1u ? x[i % P] : -x[i % P];
       for (int b = 1; b < M; ++b) {
-        const float v = x[b * P + i % P];
-        total += row >> b & 1u ? v : -v;
+        const float other = x[b * P + i % P];
+        total += row >> b & 1u ? other : -other;
       }
       mixed[n] = total;
     }

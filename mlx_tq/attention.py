@@ -49,7 +49,8 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or options that do not go together.
     """
-    if mask is sinks is softcap is None and isinstance(q, mx.array) and isinstance(keys, PackedRows):
+    bare = mask is None and sinks is None and softcap is None
+    if bare and isinstance(q, mx.array) and isinstance(keys, PackedRows):
         out = kernels.attend_again(q, keys, values, scale)
         if out is not None:
             return out
@@ -107,7 +108,9 @@ def _explain_cache(cache) -> str:
     keys, values = cache.rows
     if holds_latent(cache):
         return f"{explain(keys, keys)}, prompts over decoded rows"
-    return explain(keys, values)
+    path = explain(keys, values)
+    # Batches have masks that are arrays, which MLX's own attention takes otherwise.
+    return path if cache.make_mask(1) is None else path.removeprefix(_PLAIN)
 
 
 def explain(keys, values: PackedRows | None = None) -> str:

@@ -62,7 +62,8 @@ class Layout(NamedTuple):
 class Memo:
     """What needs not be found out again at the next step of a cache.
 
-    found: what `kernels` knows of its keys; accepted: shapes and dtypes of the last new rows, which were checked.
+    found: what `kernels` knows of its keys; accepted: shapes and dtypes of the last new rows, which were checked, and
+    the cache's batch rows, all that the check depends on while the cache holds rows of one kind.
     """
 
     found: object = None
@@ -100,7 +101,7 @@ class PackedRows:
     n_kv_heads: int
     fused: str = "auto"
     memo: Memo | None = field(default=None, init=False, repr=False, compare=False)  # of the cache
-    inputs: tuple | None = field(default=None, init=False, repr=False, compare=False)  # of the last launch, likewise
+    inputs: tuple | None = field(default=None, init=False, repr=False, compare=False)  # of the last launch, by kernels
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -268,12 +268,6 @@ def reason(dim: int, value_dim: int) -> str | None:
     return dim_reason(dim) or dim_reason(value_dim, "value head_dim") or self_test(device).problem
 
 
-def known(keys: PackedRows, values: PackedRows) -> bool:
-    """Whether the kernels run on such rows; where they did at the step before, that is seen at once."""
-    found = None if keys.memo is None else keys.memo.found
-    return (found is not None and found.pair.device == backend()) or reason(keys.dim, values.dim) is None
-
-
 class SelfTest:
     """Outcome of the self test of a back end: `problem` is None where the kernels gave the right numbers.
 
@@ -315,6 +309,7 @@ def self_test(device: str) -> SelfTest:
                 if problem is None:
                     break
             _tests[device] = SelfTest(problem, denormal, error, mma=mma)
+            _steps.clear()  # of kernels that failed, maybe
             if problem is not None:
                 warnings.warn(f"mlx-tq uses MLX ops, not its {device} kernels: {problem}", RuntimeWarning, stacklevel=2)
         return _tests[device]
@@ -767,7 +762,8 @@ def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array 
 def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:
     """Attention by MLX over rows that are decoded for some heads at a time, so that few decoded rows exist at once.
 
-    MLX gives back the rows of a part once it ran, so no more than two parts are on their way.
+    MLX gives back the rows of a part once it ran, so no more than two parts are on their way. Inside a function that
+    MLX transforms nothing can run: then each part only waits for the one before.
     """
     batch, n_heads, _, dim = q.shape
     n_kv, groups = keys.n_kv_heads, n_heads // keys.n_kv_heads
@@ -781,7 +777,7 @@ def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask)
             queries = q[row : row + 1, heads.start * groups : heads.stop * groups]
             part = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask)
             parts.append(part)
-            if batch * n_kv > step and last is None and _start(part):
+            if last is None and batch * n_kv > step and _start(part):
                 running.append(part)
                 if len(running) > 1:
                     mx.eval(running.pop(0))
@@ -819,23 +815,25 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         *(last if kind == 1 else None, float(scale), None if softcap is None else float(softcap)),
         *(sinks is not None, _stream()),
     )
-    if last == keys.layout.length and mask is sinks is softcap is None:
+    bare = mask is None and sinks is None and softcap is None
+    if bare and last == keys.layout.length and type(scale) is float:
         if len(_steps) > 256:
             _steps.clear()
         _steps[pair, keys.layout, q.shape, q.dtype, scale, _stream()] = graph, params
     return graph(q, *rows, *more, params, *(() if sinks is None else (_padded(sinks),)))
 
 
-# What `attend_again` finds: graphs and params of launches that went through all checks.
+# What `attend_again` finds: graphs and params of launches that went through all checks; a few for each step of a model.
 _steps: dict[tuple, tuple] = {}
 
 
 def attend_again(q: mx.array, keys: PackedRows, values: PackedRows, scale: float) -> mx.array | None:
     """`attend` without mask, sinks and soft-cap where a call like this was checked before, else None.
 
-    The layers of a model make the same call one after the other, for each token.
+    The layers of a model make the same call one after the other, for each token. `inputs` of keys say that values with
+    the same tokens go with them: only the views of a cache and calls that were checked leave some.
     """
-    if keys.inputs is None or keys.inputs[0] is not values:
+    if keys.inputs is None or keys.inputs[0] is not values or type(scale) is not float:
         return None
     _, pair, rows = keys.inputs
     found = _steps.get((pair, keys.layout, q.shape, q.dtype, scale, _stream()))
@@ -940,7 +938,7 @@ def encode(
 def _prepared_encode(
     device: str,
     format: TQFormat,
-    given_rows: tuple[int, int, int],
+    shape: tuple[int, int, int],
     tokens: tuple[int, int],
     dim: int,
     value_dim: int,
@@ -949,7 +947,7 @@ def _prepared_encode(
     stream: str,
 ):
     """The graph, the words of a key and of a value, and its params."""
-    batch, heads, room = given_rows
+    batch, heads, room = shape
     length = tokens[1] - tokens[0]
     rows = batch, heads, length
     k_parts, v_parts = _word_parts(format, "keys", dim), _word_parts(format, "values", value_dim)

@@ -338,7 +338,7 @@ class StoredCache:
     def _hold(self, keys: Store, values: Store) -> None:
         self._keys, self._values = keys, values
         values.memo = keys.memo  # new regions of either make it old
-        keys.memo.accepted = None
+        keys.memo.accepted = None  # the stores may come from another cache
 
     @property
     def _stores(self) -> tuple[Store, Store]:
@@ -347,13 +347,13 @@ class StoredCache:
     # -------------------------------------------------------------- tokens in
 
     def _accept(self, keys: mx.array, values: mx.array) -> None:
-        """Checks new rows; the first ones say what the cache holds."""
+        """Checks new rows, but for those like the last ones; the first ones say what the cache holds."""
         install_hook()
         check_array("keys", keys)
         check_array("values", values)
         rows = keys.shape, values.shape, keys.dtype, values.dtype, self._batch
         memo = self._keys.memo
-        if rows == memo.accepted:
+        if rows == memo.accepted and self.fused != "require":
             return
         self._check(keys, values)
         memo.accepted = rows

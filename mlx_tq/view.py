@@ -7,6 +7,7 @@ MLX's own function.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,7 +18,8 @@ from .codec import PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
 _original = None
-# So many lengths of views have one graph: MLX takes milliseconds for another one.
+# Views are decoded, should a model read them, in memory for a multiple of so many tokens: MLX takes up to a millisecond
+# to make the graph for another size, and each token would need one.
 _STEP = 256
 
 
@@ -25,8 +27,7 @@ class TQView(mx.array):
     """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
 
     Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows. A
-    view that was changed in place has no `rows` any more. One that is `plain` holds all rows as they came: MLX's own
-    attention reads it like any array.
+    view that was changed in place has no `rows` any more. A `plain` one holds all rows as they came.
     """
 
     rows: PackedRows | None = None
@@ -57,11 +58,12 @@ def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     return k, v
 
 
-def _decoded(keys: PackedRows, values: PackedRows) -> tuple[mx.array, mx.array]:
+def _decoded(keys: PackedRows, values: PackedRows) -> Sequence[mx.array]:
     # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
     fused = keys.fused != "never" and values.format.value_bits != RAW_BITS
-    decoded = kernels.decode(keys, values, _STEP) if fused and kernels.known(keys, values) else None
-    return decoded or (decode_keys(keys), decode_values(values))
+    fused = fused and kernels.reason(keys.dim, values.dim) is None
+    decoded = kernels.decode(keys, values, _STEP) if fused else None
+    return (decode_keys(keys), decode_values(values)) if decoded is None else decoded
 
 
 def install_hook() -> None:
@@ -73,7 +75,7 @@ def install_hook() -> None:
 
     @functools.wraps(original)
     def scaled_dot_product_attention(q, k, v, *args, **kwargs):
-        if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not (args or (k.plain and v.plain)):
+        if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not args:
             return _attend(original, q, k, v, **kwargs)
         return original(q, k, v, *args, **kwargs)
 
@@ -94,6 +96,10 @@ def hook_installed() -> bool:
 
 
 def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **other):
+    usual = mask is None or (isinstance(mask, str) and q.shape[2] <= k.shape[2])
+    if usual and k.plain and v.plain and sinks is None and q.dtype == k.dtype:
+        # What `attention` would do after checks that take longer.
+        return original(q, k, v, scale=scale, mask=mask, stream=stream, **other)
     keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)
     if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:
         return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream, **other)

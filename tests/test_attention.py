@@ -745,6 +745,7 @@ def test_a_call_like_one_before_is_checked_as_well(fused_kernels):
         check(fused, q, *rows)
         assert kernels.attend_again(q, *rows, 0.125) is not None
     check(fused, q, *rows, scale=0.5)
+    check(fused, q, *rows, scale=np.array(0.125))
     check(fused, normal(4, 1, 8, 1, 64), *rows)
     check(fused, normal(5, 1, 4, 3, 64), *rows)
     check(fused, q, *rows, mask=mx.arange(100)[None] > 50)

@@ -365,7 +365,7 @@ def test_a_step_reuses_the_buffers():
         mx.reset_peak_memory()
         batch.update_and_fetch(k, v)
         mx.eval(batch.keys, batch.values)
-        assert mx.get_peak_memory() - held < batch.nbytes / 20
+        assert mx.get_peak_memory() - held < batch.nbytes / 10  # the codes of keys or values are half of it
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -139,6 +139,31 @@ def test_what_is_exact_and_what_is_packed(name, n):
     check_close(cache, k, v)
 
 
+@pytest.mark.parametrize("held", (5, 300))
+def test_dtypes_mean_the_same_before_rows_are_packed_and_after(held):
+    cache, x = TQKVCache("balanced"), normal(1, 1, 2, held, 64, dtype=mx.bfloat16)
+    cache.update_and_fetch(x, x)
+    k, v = cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert bool(cache.rows[0].layout.packed[0]) is (held == 300)
+    for dtype in DTYPES:
+        q = normal(2, 1, 4, 1, 64, dtype=dtype)
+        for options in ({}, {"sinks": mx.zeros(4)}, {"mask": mx.zeros((1, held + 1))}):
+            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, **options)
+            assert out.dtype == dtype
+    hidden = mx.zeros((1, held + 1), mx.bool_)
+    assert not np.array(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask=hidden)).any()
+
+
+def test_require_is_asked_at_each_step():
+    cache, (k, v) = TQKVCache(FORMATS["default"]), tokens(1)
+    for _ in range(2):
+        cache.update_and_fetch(k, v)
+    cache.fused = "require"
+    if kernels.backend() is None:
+        with pytest.raises(ValueError, match="fused"):
+            cache.update_and_fetch(k, v)
+
+
 @pytest.mark.parametrize("split", [(70, 1, 32, 5, 128, 64), (64, 32, 32, 128, 44)], ids=("pieces", "whole pages"))
 @pytest.mark.parametrize("name", FORMATS)
 def test_views_are_the_decoded_rows_and_attention_over_them(name, split):

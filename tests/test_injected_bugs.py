@@ -107,7 +107,7 @@ BUGS = {
     "value levels for the keys": ("attend.metal", "v_plane_at, levels + 16,", "v_plane_at, levels,", 0),
     "butterfly keeps the wrong half": ("tq.h", "keep = upper ? b : a", "keep = upper ? a : b", 0),
     "idle lanes count": ("attend.metal", "kl * C < D ? y", "true ? y", 0),
-    "Paley column instead of row": ("common.h", "row >> b & 1u ? v : -v", "row >> b & 1u ? -v : v", 0),
+    "Paley column instead of row": ("common.h", "row >> b & 1u ? other : -other", "row >> b & 1u ? -other : other", 0),
     "residual norm is forgotten": ("tq.h", "fma(norm, dot", "fma(1.0f, dot", 0),
     "unset sign bits count 0": ("attend.metal", "jl_start[QJL ? r : 0] = -sum;", "jl_start[QJL ? r : 0] = 0.0f;", 0),
     "query is not rotated": ("attend.metal", "if (coded && KB != RAW) rotate_row", "if (false) rotate_row", 0),

@@ -1,6 +1,5 @@
 """The kernels beyond what every path of test_attention.py runs: encoding, launches, schedules, the self test."""
 
-import copy
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -260,10 +259,8 @@ def test_explain_names_the_path(fused_kernels):
     assert "kernels" in mlx_tq.explain([cache, object()])
     later = f"MLX's own attention until tokens are packed, then kernels ({kernels.backend()})"
     assert mlx_tq.explain(cache) == later
-    longer = copy.deepcopy(cache)
-    longer.update_and_fetch(normal(1, 1, 1, 1, 64), normal(1, 1, 1, 1, 64))
-    assert mlx_tq.explain(TQKVCache.merge([cache, cache])) == later
-    assert mlx_tq.explain(TQKVCache.merge([cache, longer])) == f"kernels ({kernels.backend()})"  # has padding
+    # A batch has masks that are arrays, which only the kernels take as they are meant here.
+    assert mlx_tq.explain(TQKVCache.merge([cache, cache])) == f"kernels ({kernels.backend()})"
 
 
 def test_require_raises_before_anything_is_stored(fused_kernels):
