@@ -27,8 +27,8 @@ import mlx_tq
 from mlx_tq.doctor import device_name
 from mlx_tq.loading import new_file, write_csv
 
-# Bytes that the rotating caches of one method should reach together, as those of a model's layers do: beyond what the
-# device caches, of data and of where its pages are.
+# Bytes that the rotating caches of one method should reach together, as those of a model's layers do, and how many
+# there are at most.
 ROTATE_BYTES = 2 << 30
 MAX_CACHES = 16
 
