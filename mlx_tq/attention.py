@@ -59,14 +59,14 @@ def attention(
     if keys.fused == "require" and why is not None:
         raise ValueError(f'fused="require", but {why}')
     plain = plain_rows(keys, values)
-    if plain is not None and _is_usual(q, keys, values, mask, sinks, softcap):
+    if plain is not None and is_usual(q, keys, values, mask, sinks, softcap):
         return mx.fast.scaled_dot_product_attention(q, *plain, scale=scale, mask=mask, sinks=sinks)
     if why is None and q.size:
         return kernels.attend(q, keys, values, scale, mask, sinks, softcap)
     return ops_attention(q, keys, values, scale, mask, sinks, softcap)
 
 
-def _is_usual(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap) -> bool:
+def is_usual(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap) -> bool:
     """Whether MLX's own attention means the same by these arguments, and takes them as a model gives them."""
     return (
         q.size > 0

@@ -768,7 +768,8 @@ def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask)
     batch, n_heads, _, dim = q.shape
     n_kv, groups = keys.n_kv_heads, n_heads // keys.n_kv_heads
     step = min(n_kv, max(1, _DENSE_BYTES // (2 * keys.layout.length * dim * q.dtype.size)))
-    out, running, last = [], [], None
+    several = batch * n_kv > step
+    out, started, last = [], None, None
     for row in range(batch):
         parts = []
         for start in range(0, n_kv, step):
@@ -777,10 +778,10 @@ def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask)
             queries = q[row : row + 1, heads.start * groups : heads.stop * groups]
             part = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask)
             parts.append(part)
-            if last is None and batch * n_kv > step and _start(part):
-                running.append(part)
-                if len(running) > 1:
-                    mx.eval(running.pop(0))
+            if last is None and several and _start(part):
+                if started is not None:
+                    mx.eval(started)
+                started = part
             else:
                 last = part
         out.append(mx.concatenate(parts, axis=1))
@@ -809,17 +810,17 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
         if max(strides) >= 1 << 31:
             raise ValueError(f"mask must have strides below 2**31 elements, got shape {mask.shape}")
         more = (_padded(mask),)
-    test = self_test(pair.device)
+    test, stream = self_test(pair.device), _stream()
     graph, params = _prepared_attend(
         *(pair, keys.layout, test.denormal, test.mma and _takes_mma(pair, q.dtype), q.shape, q.dtype, kind, strides),
         *(last if kind == 1 else None, float(scale), None if softcap is None else float(softcap)),
-        *(sinks is not None, _stream()),
+        *(sinks is not None, stream),
     )
     bare = mask is None and sinks is None and softcap is None
     if bare and last == keys.layout.length and type(scale) is float:
         if len(_steps) > 256:
             _steps.clear()
-        _steps[pair, keys.layout, q.shape, q.dtype, scale, _stream()] = graph, params
+        _steps[pair, keys.layout, q.shape, q.dtype, scale, stream] = graph, params
     return graph(q, *rows, *more, params, *(() if sinks is None else (_padded(sinks),)))
 
 
@@ -1021,9 +1022,10 @@ def decode(keys: PackedRows, values: PackedRows, step: int = 1) -> list[mx.array
     pair, rows = _inputs(keys, values)
     length = keys.layout.length
     room = -(-length // step) * step
-    graph, params, cuts = _prepared_decode(pair, keys.layout, room, _stream())
-    if graph is None:
+    prepared = _prepared_decode(pair, keys.layout, room, _stream())
+    if prepared is None:
         return None
+    graph, params, cuts = prepared
     dense = graph(*rows, params)
     # Takes half of the time that an index takes.
     return [mx.as_strided(array, *cut) for array, cut in zip(dense, cuts, strict=True)] if room > length else dense
@@ -1031,10 +1033,10 @@ def decode(keys: PackedRows, values: PackedRows, step: int = 1) -> list[mx.array
 
 @_prepared_once
 def _prepared_decode(pair: _Pair, layout: Layout, room: int, stream: str):
-    """The graph, its params, and shapes and strides of its results; None where one launch can't decode so many rows."""
+    """The graph, its params, and shapes and strides of its results; None where one launch can't decode so many."""
     batch, heads = pair.batch, pair.n_kv_heads
     if not 0 < batch * heads * room < (1 << 26) - NSG:
-        return None, None, None
+        return None
     pair.check(layout)
     params = _params(True, _decode_ints, layout, pair, room)
     dims = pair.dim, pair.value_dim

@@ -395,8 +395,9 @@ class StoredCache:
                 rows = [i for i, gone in enumerate(leaving) if gone == count]
                 self._pack_rows(exacts, first, packed, rows, count)
             recents = [(f + gone, t) for f, gone, t in zip(first, leaving, total, strict=True)]
+            firsts_held = len(set(first)) == 1 and min(held) >= first[0]
             for store, rows in zip(stores, exacts, strict=True):
-                store.keep_exact(rows, first, recents, len(set(first)) == 1 and min(held) >= first[0])
+                store.keep_exact(rows, first, recents, firsts_held)
             if paged:
                 return exacts, leaving
         return [store.exact for store in stores], leaving

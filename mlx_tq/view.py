@@ -13,7 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from . import kernels
-from .attention import attention
+from .attention import attention, is_usual
 from .codec import PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
@@ -53,17 +53,18 @@ def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     plain = plain_rows(keys, values)
     k, v = map(TQView, plain or _decoded(keys, values))
     k.rows, v.rows = keys, values
-    if plain is not None:
-        k.plain = v.plain = keys.dtype == values.dtype
+    k.plain = v.plain = plain is not None
     return k, v
 
 
 def _decoded(keys: PackedRows, values: PackedRows) -> Sequence[mx.array]:
     # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
     fused = keys.fused != "never" and values.format.value_bits != RAW_BITS
-    fused = fused and kernels.reason(keys.dim, values.dim) is None
-    decoded = kernels.decode(keys, values, _STEP) if fused else None
-    return (decode_keys(keys), decode_values(values)) if decoded is None else decoded
+    if fused and kernels.reason(keys.dim, values.dim) is None:
+        decoded = kernels.decode(keys, values, _STEP)
+        if decoded is not None:
+            return decoded
+    return decode_keys(keys), decode_values(values)
 
 
 def install_hook() -> None:
@@ -96,8 +97,7 @@ def hook_installed() -> bool:
 
 
 def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **other):
-    usual = mask is None or (isinstance(mask, str) and q.shape[2] <= k.shape[2])
-    if usual and k.plain and v.plain and sinks is None and q.dtype == k.dtype:
+    if k.plain and v.plain and sinks is None and is_usual(q, k.rows, v.rows, mask, None, None):
         # What `attention` would do after checks that take longer.
         return original(q, k, v, scale=scale, mask=mask, stream=stream, **other)
     keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)

@@ -22,7 +22,7 @@ def ops(q, keys, values, **options):
 
 def fused(q, keys, values, **options):
     """The kernels where they take these widths, else MLX ops; never MLX's own attention, even if nothing is packed."""
-    with mock.patch.object(import_module("mlx_tq.attention"), "_is_usual", lambda *_: False):
+    with mock.patch.object(import_module("mlx_tq.attention"), "is_usual", lambda *_: False):
         return mlx_tq.attention(q, keys, values, **options)
 
 
