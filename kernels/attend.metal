@@ -69,7 +69,7 @@ if (QJL && coded) {
 #pragma unroll 1
   for (int r = 0; r < R; ++r) {
     for (int i = lane; i < D; i += 32) queries[r * D + i] *= k_jl_signs[i] * (consts[2] / k_code.step);
-    hadamard<D>(queries + r * D, k_mix, lane);
+    hadamard_row<D>(queries + r * D, k_mix, lane);
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {

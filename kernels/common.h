@@ -72,51 +72,90 @@ TQ_FUNC void butterflies(thread float* v, uint lane) {
   }
 }
 
-// H x in place over D values, natural order, as mlx_tq/rotation.py adds them. mix: rows of the Paley matrix, bit b set
-// where column b is +1. Lane i % 32 reads x[i]: what another lane wrote there needs a barrier before.
+// How many values of a row a lane may hold, those at lane, lane + 32 and so on, and whether the row has the one at n.
+constexpr int share(int d) { return (d + 31) / 32; }
+
+TQ_FUNC bool holds(int d, int n, uint lane) { return 32 * n + 32 <= d || 32 * n + int(lane) < d; }
+
 template <int D>
-TQ_FUNC void hadamard(threadgroup float* x, device const uint* mix, uint lane) {
-  constexpr int P = power_part(D), M = D / P, N = (D + 31) / 32;
-  float v[N];
+TQ_FUNC void load_row(threadgroup const float* row, thread float* v, uint lane) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) v[n] = int(lane) + 32 * n < D ? x[lane + 32 * n] : 0.0f;
-  butterflies<1, P, N>(v, lane);
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-    if (int(lane) + 32 * n < D) x[lane + 32 * n] = v[n];
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  if (M > 1) {
-    float mixed[N];
-    for (int n = 0, i = lane; i < D; ++n, i += 32) {
-      const uint row = mix[i / P];
-      float total = row & 1u ? x[i % P] : -x[i % P];
-      for (int b = 1; b < M; ++b) {
-        const float other = x[b * P + i % P];
-        total += row >> b & 1u ? other : -other;
-      }
-      mixed[n] = total;
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int n = 0, i = lane; i < D; ++n, i += 32) x[i] = mixed[n];
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  for (int n = 0; n < share(D); ++n) v[n] = holds(D, n, lane) ? row[32 * n + lane] : 0.0f;
 }
 
-// A row less its rotation, and with it: y becomes RHT(y) and back. norm is 1 / sqrt(D).
+template <int D>
+TQ_FUNC void store_row(thread const float* v, threadgroup float* row, uint lane) {
+#pragma unroll
+  for (int n = 0; n < share(D); ++n)
+    if (holds(D, n, lane)) row[32 * n + lane] = v[n];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// H x over the D values that lanes hold, 0 past them, natural order, as mlx_tq/rotation.py adds them. mix: rows of the
+// Paley matrix, bit b set where column b is +1. x: room for a row.
+template <int D>
+TQ_FUNC void hadamard(thread float* v, threadgroup float* x, device const uint* mix, uint lane) {
+  constexpr int P = power_part(D), M = D / P;
+  butterflies<1, P, share(D)>(v, lane);
+  if (M == 1) return;
+  store_row<D>(v, x, lane);
+  for (int n = 0, i = lane; i < D; ++n, i += 32) {
+    const uint row = mix[i / P];
+    float total = row & 1u ? x[i % P] : -x[i % P];
+    for (int b = 1; b < M; ++b) {
+      const float other = x[b * P + i % P];
+      total += row >> b & 1u ? other : -other;
+    }
+    v[n] = total;
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// The rotation of a row, and back: v becomes RHT(v). norm is 1 / sqrt(D).
+template <int D>
+TQ_FUNC void rotate_held(
+    thread float* v, threadgroup float* x, device const float* signs, device const uint* mix, float norm, uint lane) {
+#pragma unroll
+  for (int n = 0; n < share(D); ++n)
+    if (holds(D, n, lane)) v[n] *= signs[32 * n + lane];
+  hadamard<D>(v, x, mix, lane);
+#pragma unroll
+  for (int n = 0; n < share(D); ++n) v[n] *= norm;
+}
+
+template <int D>
+TQ_FUNC void rotate_held_back(
+    thread float* v, threadgroup float* x, device const float* signs, device const uint* mix, float norm, uint lane) {
+  hadamard<D>(v, x, mix, lane);
+#pragma unroll
+  for (int n = 0; n < share(D); ++n)
+    if (holds(D, n, lane)) v[n] *= norm * signs[32 * n + lane];
+}
+
+// The same for rows in threadgroup memory. Lane i % 32 reads y[i]: what another lane wrote there needs a barrier before.
+template <int D>
+TQ_FUNC void hadamard_row(threadgroup float* y, device const uint* mix, uint lane) {
+  float v[share(D)];
+  load_row<D>(y, v, lane);
+  hadamard<D>(v, y, mix, lane);
+  store_row<D>(v, y, lane);
+}
+
 template <int D>
 TQ_FUNC void rotate_row(threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
-  for (int i = lane; i < D; i += 32) y[i] *= signs[i];
-  hadamard<D>(y, mix, lane);
-  for (int i = lane; i < D; i += 32) y[i] *= norm;
-  simdgroup_barrier(mem_flags::mem_threadgroup);
+  float v[share(D)];
+  load_row<D>(y, v, lane);
+  rotate_held<D>(v, y, signs, mix, norm, lane);
+  store_row<D>(v, y, lane);
 }
 
 template <int D>
 TQ_FUNC void rotate_row_back(
     threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
-  hadamard<D>(y, mix, lane);
-  for (int i = lane; i < D; i += 32) y[i] *= norm * signs[i];
-  simdgroup_barrier(mem_flags::mem_threadgroup);
+  float v[share(D)];
+  load_row<D>(y, v, lane);
+  rotate_held_back<D>(v, y, signs, mix, norm, lane);
+  store_row<D>(v, y, lane);
 }
 
 // A float as T; float16 saturates where finite values would overflow.

@@ -15,38 +15,58 @@ const bool coded = token >= first && token < first + n_packed;
 const int place = coded ? token - first : token < first ? token : token - n_packed;
 const size_t at = size_t(slot) * (coded ? capacity : exact_capacity) + max(place, 0);
 threadgroup float* y = scratch + sg * MAX_D;
+float x[share(MAX_D)];
+#pragma unroll
+for (int n = 0; n < share(MAX_D); ++n) x[n] = 0.0f;
 
 if (threadgroup_position_in_grid.y == 0) {
   if (coded) {
     if (QJL) {
-      for (int i = lane; i < D; i += 32) y[i] = k_jl[at * row_words(D, 1) + i / 32] >> (i % 32) & 1u ? 1.0f : -1.0f;
-      hadamard<D>(y, k_mix, lane);
+#pragma unroll
+      for (int n = 0; n < share(D); ++n)
+        if (holds(D, n, lane)) x[n] = k_jl[at * row_words(D, 1) + n] >> lane & 1u ? 1.0f : -1.0f;
+      hadamard<D>(x, y, k_mix, lane);
     }
     const float scale = KB == RAW ? 1.0f : float(k_scale[at]);
     const float weight = QJL ? float(k_residual[at]) * consts[2] : 0.0f;
     const auto row = k_codes + at * row_size(D, KB);
     const auto plane = k_plane + at * row_words(D, 1);
-    for (int i = lane; i < D; i += 32) {
-      float x = coordinate<D, KB, LLOYD>(row, plane, consts + 8, i);
-      if (QJL) x += weight * (y[i] * k_jl_signs[i]);
-      y[i] = x * scale;
+#pragma unroll
+    for (int n = 0; n < share(D); ++n) {
+      if (!holds(D, n, lane)) continue;
+      const int i = 32 * n + lane;
+      float code = coordinate<D, KB, LLOYD>(row, plane, consts + 8, i);
+      if (QJL) code += weight * (x[n] * k_jl_signs[i]);
+      x[n] = code * scale;
     }
-    if (KB != RAW) rotate_row_back<D>(y, k_signs, k_mix, consts[4], lane);
+    if (KB != RAW) rotate_held_back<D>(x, y, k_signs, k_mix, consts[4], lane);
     const size_t page = size_t(slot) * mean_pages + place / PAGE;
-    for (int i = lane; i < D; i += 32) y[i] += CENTERED ? float(k_mean[page * D + i]) : 0.0f;
-  } else {
-    for (int i = lane; i < D; i += 32) y[i] = token < 0 ? 0.0f : float(k_exact[at * D + i]);
+#pragma unroll
+    for (int n = 0; n < share(D); ++n)
+      if (CENTERED && holds(D, n, lane)) x[n] += float(k_mean[page * D + 32 * n + lane]);
+  } else if (token >= 0) {
+#pragma unroll
+    for (int n = 0; n < share(D); ++n)
+      if (holds(D, n, lane)) x[n] = float(k_exact[at * D + 32 * n + lane]);
   }
-  for (int i = lane; i < D; i += 32) k_dense[size_t(item) * D + i] = narrow<KT>(y[i], consts[5]);
+#pragma unroll
+  for (int n = 0; n < share(D); ++n)
+    if (holds(D, n, lane)) k_dense[size_t(item) * D + 32 * n + lane] = narrow<KT>(x[n], consts[5]);
 } else {
   if (coded) {
     const float scale = VB == RAW ? 1.0f : float(v_scale[at]);
     const auto row = v_codes + at * row_size(DV, VB);
     const auto plane = v_plane + at * row_words(DV, 1);
-    for (int i = lane; i < DV; i += 32) y[i] = scale * coordinate<DV, VB, LLOYD>(row, plane, consts + 24, i);
-    if (VB != RAW) rotate_row_back<DV>(y, v_signs, v_mix, consts[3], lane);
-  } else {
-    for (int i = lane; i < DV; i += 32) y[i] = token < 0 ? 0.0f : float(v_exact[at * DV + i]);
+#pragma unroll
+    for (int n = 0; n < share(DV); ++n)
+      if (holds(DV, n, lane)) x[n] = scale * coordinate<DV, VB, LLOYD>(row, plane, consts + 24, 32 * n + lane);
+    if (VB != RAW) rotate_held_back<DV>(x, y, v_signs, v_mix, consts[3], lane);
+  } else if (token >= 0) {
+#pragma unroll
+    for (int n = 0; n < share(DV); ++n)
+      if (holds(DV, n, lane)) x[n] = float(v_exact[at * DV + 32 * n + lane]);
   }
-  for (int i = lane; i < DV; i += 32) v_dense[size_t(item) * DV + i] = narrow<VT>(y[i], consts[7]);
+#pragma unroll
+  for (int n = 0; n < share(DV); ++n)
+    if (holds(DV, n, lane)) v_dense[size_t(item) * DV + 32 * n + lane] = narrow<VT>(x[n], consts[7]);
 }
