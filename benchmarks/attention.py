@@ -6,7 +6,8 @@ of MLX and the device. What Python takes to build a call is in `host_us`; the ti
 and starts to run while it is built, have it in them. Each result is checked before it is timed. Times are
 microseconds per call: the median and the 20th and 80th percentile over rounds. Peaks are bytes beyond what was held
 before one call. `append_us` is the time to put as many new tokens as there are queries into the cache: rotation,
-packing and the copy into place, on average over the steps between two pages.
+packing and the copy into place, on average over the steps between two pages, or over the caches of several layers that
+get a prompt's chunk.
 
     python benchmarks/attention.py --out benchmarks/results/attention.csv
 """
@@ -31,6 +32,8 @@ from mlx_tq.loading import new_file, write_csv
 # there are at most.
 ROTATE_BYTES = 2 << 30
 MAX_CACHES = 16
+# Caches that get a prompt's chunk in one evaluation.
+APPENDS = 8
 
 
 @dataclass(frozen=True)
@@ -105,16 +108,21 @@ def run(calls, q, count: int) -> tuple[float, float]:
 def append(case: Case, format: str) -> float:
     """Microseconds to put `case.queries` new tokens into a cache, median of three."""
     held, new = ((case.batch, case.n_kv_heads, n, case.head_dim) for n in (case.cached, case.queries))
-    cache, new = filled(format, rows(held), rows(held)), rows(new)
-    count = max(1, cache.format.page // case.queries)
+    keys, new = rows(held), rows(new)
+    steps = max(1, mlx_tq.TQFormat.resolve(format).page // case.queries)
+    caches = [filled(format, keys, keys) for _ in range(1 if steps > 1 else APPENDS)]
     times = []
     for _ in range(4):  # the first compiles and makes room
-        mx.eval(new, cache.keys, cache.values)
-        for _ in range(count):
-            cache.update_and_fetch(new, new)
+        mx.eval(new, [[cache.keys, cache.values] for cache in caches])
+        for cache in caches:
+            for _ in range(steps):
+                cache.update_and_fetch(new, new)
         started = perf_counter()
-        mx.eval(cache.keys, cache.values)
-        times.append((perf_counter() - started) / count * 1e6)
+        mx.eval([[cache.keys, cache.values] for cache in caches])
+        times.append((perf_counter() - started) / steps / len(caches) * 1e6)
+        if steps == 1:
+            for cache in caches:
+                cache.trim(case.queries)
     return float(np.median(times[1:]))
 
 

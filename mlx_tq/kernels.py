@@ -40,9 +40,9 @@ _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
 # registers for, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
 _MMA_RESIDENT = {64: (4, 3), 128: (3, 2), 256: (2,)}
 _MULTIPROCESSORS = 132
-# Up to so many blocks in all, so many threadgroups are enough: each more has to rotate the queries again.
-_MMA_FEW_BLOCKS = 10240
-_MMA_FEW_THREADGROUPS = 64
+# From so many blocks in all on, as many threadgroups as fit share them. Below, one a multiprocessor reads as fast as
+# memory is, and each more would rotate the queries again and leave `merge` more to read.
+_MMA_MANY_BLOCKS = 65536
 # Packed blocks that one of its simdgroups may read: sums of products of two bytes then fit 32 bits.
 _MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
@@ -163,14 +163,14 @@ def mix_rows(dim: int) -> mx.array:
 def code_table(format: TQFormat, kind: str, dim: int) -> mx.array:
     """Constants of the quantiser, float32 `(48,)`.
 
-    Uniform: 1 / step from 0, step from 6, their number at 12, the resolution of the choice at 13.
+    Uniform: 1 / step from 0, step from 6, the resolution of the choice at 12.
     Lloyd-Max: levels from 0, boundaries from 16, squared levels from 32.
     """
     table, bits = np.zeros(48, np.float32), format.bits(kind)
     if bits != RAW_BITS and format.codebook == "uniform":
         steps = np.array(uniform_steps(bits, dim))
         table[: len(steps)], table[6 : 6 + len(steps)] = 1 / steps, steps
-        table[12], table[13] = len(STEP_CHOICES), codec.STEP_GRID * dim**0.5
+        table[12] = codec.STEP_GRID * dim**0.5
     elif bits != RAW_BITS:
         for start, values in zip((0, 16, 32), codec.lloyd_tables(bits, dim), strict=True):
             table[start : start + len(values)] = values
@@ -686,10 +686,8 @@ def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[in
     least = 2 if packed and exact else 1
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
     if mma:
-        most = resident[per_item // 4 - 1] * _MULTIPROCESSORS // items
-        if blocks * items <= _MMA_FEW_BLOCKS:
-            most = round(_MMA_FEW_THREADGROUPS / items)
-        most = min(most, -(-blocks // NSG))
+        together = resident[per_item // 4 - 1] if blocks * items >= _MMA_MANY_BLOCKS else 1
+        most = min(together * _MULTIPROCESSORS // items, -(-blocks // NSG))
         least = max(least, -(-(-(-packed // _MMA_SHARE) + (exact > 0)) // NSG))
     else:
         most = min(-(-_WANTED_ITEMS[pair.device] // items), -(-blocks // 2))
@@ -957,7 +955,7 @@ def _prepared_encode(
         shapes += [(*rows, sum(parts.values())), (*rows, scales)] if parts else [(_MIN_ELEMENTS,)] * 2
     launch = _Launch(
         "encode",
-        _shape_template(format, dim, value_dim, T=dtype, NORM=format.norm_correction),
+        _shape_template(format, dim, value_dim, T=dtype, NORM=format.norm_correction, CHOICES=len(STEP_CHOICES)),
         tuple(shapes),
         (mx.uint32, scale) * 2,
         _grid("encode", device, prod(rows), 2, 1),
