@@ -113,18 +113,29 @@ def _explain_cache(cache) -> str:
     return path if cache.make_mask(1) is None else path.removeprefix(_PLAIN)
 
 
+def by_layers(texts: list[str]) -> str:
+    """What each layer's text is: one line for neighbours that have the same."""
+    lines, start = [], 0
+    for i, text in enumerate(texts):
+        if i + 1 < len(texts) and texts[i + 1] == text:
+            continue
+        lines.append(f"layer {i}: {text}" if start == i else f"layers {start}-{i}: {text}")
+        start = i + 1
+    return "\n".join(lines)
+
+
 def explain(keys, values: PackedRows | None = None) -> str:
     """Which path attention takes here: "kernels (metal)", "kernels (cuda)" or "MLX ops: " and the reason.
 
-    Takes packed keys and values, a TQKVCache or TQBatchKVCache, or a list of caches (then one line for each). A cache
-    without tokens has no head_dim yet, so its answer is "no tokens yet". A latent is the key and the value of a token's
-    attention, and models expand the decoded latent for a prompt, which the answer says.
+    Takes packed keys and values, a TQKVCache or TQBatchKVCache, or a list of caches, whose answers come `by_layers`. A
+    cache without tokens has no head_dim yet, so its answer is "no tokens yet". A latent is the key and the value of a
+    token's attention, and models expand the decoded latent for a prompt, which the answer says.
 
     Raises:
         ValueError: something else.
     """
     if isinstance(keys, list | tuple) and not any(isinstance(entry, PackedRows) for entry in keys):
-        return "\n".join(f"{i}: {_explain_cache(cache)}" for i, cache in enumerate(keys))
+        return by_layers([_explain_cache(cache) for cache in keys])
     if values is None and (hasattr(type(keys), "rows") or hasattr(keys, "caches")):
         return _explain_cache(keys)
     if not isinstance(keys, PackedRows) or not isinstance(values, PackedRows):

@@ -50,7 +50,7 @@ def formats(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="mlx-tq formats", description=formats.__doc__)
     parser.add_argument("--head-dim", type=positive, default=128, help="for the bits per element (default: 128)")
     args = parser.parse_args(argv)
-    print(f"{'name':10} {'bits/element':>12} {'of 16-bit':>10}  contents")
+    print(f"{'name':10} {'bits/element':>12} {'of 16-bit':>10}  contents (head_dim {args.head_dim})")
     for name, format in TQFormat.presets().items():
         bits = format.bits_per_element(args.head_dim)
         print(f"{name:10} {bits:12.3f} {bits / 16:10.1%}  {format.describe()}")

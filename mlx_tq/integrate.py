@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+from .attention import by_layers
 from .batch import TQBatchKVCache
 from .cache import TQKVCache
 from .format import RAW_BITS, TQFormat
@@ -76,14 +77,7 @@ class Plan(tuple):
         layers: dict[int, str] = {}
         for entry in self:
             layers[entry.index] = " + ".join(filter(None, (layers.get(entry.index), entry.describe())))
-        lines, start = [], 0
-        for i, text in layers.items():
-            if layers.get(i + 1) == text:
-                continue
-            span = f"layer {start}" if start == i else f"layers {start}-{i}"
-            lines.append(f"{span}: {text}")
-            start = i + 1
-        return "\n".join(lines)
+        return by_layers(list(layers.values()))
 
     def __enter__(self) -> Plan:
         return self

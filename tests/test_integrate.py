@@ -391,7 +391,9 @@ def test_explain_of_a_latent(fused_kernels, options, heads, rope, fused, path):
     assert said == path.format(kernels.backend())
     both = CacheList(cache, KVCache())
     assert mlx_tq.explain(both) == f"{said} + KVCache, not compressed"
-    assert mlx_tq.explain([KVCache(), both]) == f"0: KVCache, not compressed\n1: {said} + KVCache, not compressed"
+    assert mlx_tq.explain([KVCache(), both]) == (
+        f"layer 0: KVCache, not compressed\nlayer 1: {said} + KVCache, not compressed"
+    )
 
 
 def test_a_model_with_a_cache_more_than_layers(build):

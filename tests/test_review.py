@@ -220,9 +220,14 @@ def test_explain_takes_caches_without_tokens():
     used.update_and_fetch(normal(1, 1, 2, 3, 64), normal(2, 1, 2, 3, 64))
     assert mlx_tq.explain(TQKVCache()) == "no tokens yet"
     lines = mlx_tq.explain([TQKVCache(), used, object()]).splitlines()
-    assert lines[0] == "0: no tokens yet"
-    assert lines[1] == "1: " + mlx_tq.explain(used)
-    assert lines[2] == "2: object, not compressed"
+    assert lines[0] == "layer 0: no tokens yet"
+    assert lines[1] == "layer 1: " + mlx_tq.explain(used)
+    assert lines[2] == "layer 2: object, not compressed"
+    assert mlx_tq.explain([used] * 3 + [TQKVCache()] * 2).splitlines() == [
+        "layers 0-2: " + mlx_tq.explain(used),
+        "layers 3-4: no tokens yet",
+    ]
+    assert mlx_tq.explain([]) == ""
 
 
 @pytest.mark.parametrize("what", [None, "x", "packed keys", "rows"])
