@@ -99,7 +99,10 @@ TQ_FUNC void hadamard(thread float* v, threadgroup float* x, device const uint* 
   butterflies<1, P, share(D)>(v, lane);
   if (M == 1) return;
   store_row<D>(v, x, lane);
-  for (int n = 0, i = lane; i < D; ++n, i += 32) {
+#pragma unroll
+  for (int n = 0; n < share(D); ++n) {
+    if (!holds(D, n, lane)) continue;
+    const int i = 32 * n + lane;
     const uint row = mix[i / P];
     float total = row & 1u ? x[i % P] : -x[i % P];
     for (int b = 1; b < M; ++b) {

@@ -4,8 +4,8 @@ A row x, less the mean of its page where keys are centered, becomes y = RHT_s(x)
 code per coordinate of y / n (arXiv 2504.19874, algorithm 1). Keys may add the sign sketch of the residual (algorithm 2,
 QJL). Only codes live in rotated space: means, exact rows, queries and results are in the model's own.
 
-The kernels give the same bits: sums run in one fixed order and no product is added to anything unless it is exact, so
-fused multiply-adds change nothing.
+The kernels encode to the same bits: sums run in one fixed order and no product is added to anything unless it is exact,
+so fused multiply-adds change nothing.
 """
 
 from __future__ import annotations

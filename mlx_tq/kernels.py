@@ -40,8 +40,8 @@ _WANTED_ITEMS = {"metal": 1024, "cuda": 4096}
 # registers for, and multiprocessors of large GPUs. Of the widest rows 8 queries do not fit registers.
 _MMA_RESIDENT = {64: (4, 3), 128: (3, 2), 256: (2,)}
 _MULTIPROCESSORS = 132
-# From so many blocks in all on, as many threadgroups as fit share them. Below, one a multiprocessor reads as fast as
-# memory is, and each more would rotate the queries again and leave `merge` more to read.
+# From so many blocks in all on, as many threadgroups as fit share them. Below, each multiprocessor has one at least:
+# each more would rotate the queries again and leave `merge` more to read.
 _MMA_MANY_BLOCKS = 65536
 # Packed blocks that one of its simdgroups may read: sums of products of two bytes then fit 32 bits.
 _MMA_SHARE = 1024
@@ -686,8 +686,10 @@ def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[in
     least = 2 if packed and exact else 1
     # The simdgroups of a threadgroup share a split in attend_mma.metal; in attend.metal a simdgroup has its own.
     if mma:
-        together = resident[per_item // 4 - 1] if blocks * items >= _MMA_MANY_BLOCKS else 1
-        most = min(together * _MULTIPROCESSORS // items, -(-blocks // NSG))
+        most = -(-_MULTIPROCESSORS // items)
+        if blocks * items >= _MMA_MANY_BLOCKS:
+            most = resident[per_item // 4 - 1] * _MULTIPROCESSORS // items
+        most = min(most, -(-blocks // NSG))
         least = max(least, -(-(-(-packed // _MMA_SHARE) + (exact > 0)) // NSG))
     else:
         most = min(-(-_WANTED_ITEMS[pair.device] // items), -(-blocks // 2))

@@ -394,7 +394,9 @@ def test_cuda_gets_the_files_by_name(monkeypatch):
     assert included == [str(kernels.path(name)) for name in names]
 
 
-@pytest.mark.parametrize(("tokens", "batch", "splits"), [(1024, 1, 11), (4096, 1, 16), (131072, 1, 16), (32768, 16, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "batch", "splits"), [(1024, 1, 11), (4096, 1, 17), (131072, 1, 17), (16384, 6, 3), (32768, 16, 3)]
+)
 def test_threadgroups_on_a_large_gpu(tokens, batch, splits):
     """One a multiprocessor, but where there is much to read what the registers of all carry."""
     pair = SimpleNamespace(dim=128, value_dim=128, n_kv_heads=8, batch=batch)
