@@ -7,7 +7,8 @@ and starts to run while it is built, have it in them. Each result is checked bef
 microseconds per call: the median and the 20th and 80th percentile over rounds. Peaks are bytes beyond what was held
 before one call. `append_us` is the time to put as many new tokens as there are queries into the cache: rotation,
 packing and the copy into place, on average over the steps between two pages, or over the caches of several layers that
-get a prompt's chunk.
+get a prompt's chunk; `bf16_append_us` is that of mlx-lm's own cache. `encode_us` is the part of rotation and packing
+alone, in calls that wait for each other; a page is packed at once, and a single token gets its share of that time.
 
     python benchmarks/attention.py --out benchmarks/results/attention.csv
 """
@@ -25,8 +26,10 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_tq
+from mlx_tq import codec, kernels
 from mlx_tq.doctor import device_name
 from mlx_tq.loading import new_file, write_csv
+from mlx_tq.rotation import layer_signs
 
 # Bytes that the rotating caches of one method should reach together, as those of a model's layers do, and how many
 # there are at most.
@@ -61,8 +64,8 @@ def rows(shape) -> mx.array:
     return mx.random.normal(shape).astype(mx.bfloat16)
 
 
-def filled(format: str, keys: mx.array, values: mx.array) -> mlx_tq.TQKVCache:
-    cache = mlx_tq.TQKVCache(format)
+def filled(cache, keys: mx.array, values: mx.array):
+    """The cache, once it has taken these rows in chunks."""
     for start in range(0, keys.shape[2], 8192):
         cache.update_and_fetch(*(x[:, :, start : start + 8192] for x in (keys, values)))
         mx.eval(cache.keys, cache.values)
@@ -81,7 +84,7 @@ def methods(case: Case, format: str):
     ours, stock, q4 = [], [], []
     for _ in range(count):
         keys, values = rows(shape), rows(shape)
-        cache = filled(format, keys, values)
+        cache = filled(mlx_tq.TQKVCache(format), keys, values)
         packed = cache.rows
         quantised = [mx.quantize(x, group_size=64, bits=4) for x in (keys, values)]
         mx.eval(keys, values, quantised)
@@ -105,15 +108,14 @@ def run(calls, q, count: int) -> tuple[float, float]:
     return (perf_counter() - built) / count, (built - started) / count
 
 
-def append(case: Case, format: str) -> float:
-    """Microseconds to put `case.queries` new tokens into a cache, on average over three rounds.
+def append(case: Case, steps: int, new_cache) -> float:
+    """Microseconds to put `case.queries` new tokens into a cache, on average over three rounds of so many steps.
 
     The caches grow from round to round, as those of a prompt do, and so make room for more where they have to.
     """
     held, new = ((case.batch, case.n_kv_heads, n, case.head_dim) for n in (case.cached, case.queries))
     keys, new = rows(held), rows(new)
-    steps = max(1, mlx_tq.TQFormat.resolve(format).page // case.queries)
-    caches = [filled(format, keys, keys) for _ in range(1 if steps > 1 else APPENDS)]
+    caches = [filled(new_cache(), keys, keys) for _ in range(1 if steps > 1 else APPENDS)]
     times = []
     for _ in range(4):  # the first compiles
         mx.eval(new, [[cache.keys, cache.values] for cache in caches])
@@ -126,6 +128,25 @@ def append(case: Case, format: str) -> float:
     return float(np.mean(times[1:]))
 
 
+def encode(case: Case, format: mlx_tq.TQFormat) -> float:
+    """Microseconds to rotate and pack `case.queries` new keys and values; the median of some rounds."""
+    tokens, dim = max(case.queries, format.page), case.head_dim
+    signs = layer_signs(format.seed, 0, dim)
+    keys = rows((case.batch, case.n_kv_heads, tokens, dim))
+
+    def call(keys: mx.array) -> list[mx.array]:
+        if kernels.reason(dim, dim) is None:
+            regions = kernels.encode(keys, keys, None, format, 0)
+        else:
+            mean = codec.page_means(keys, format.page) if format.centered_keys else None
+            regions = [codec.quantise(keys, format, *kind) for kind in (("keys", signs, mean), ("values", signs))]
+        return [r.codes for r in regions]
+
+    mx.eval(keys)
+    times = [run([call], keys, 50)[0] for _ in range(6)]
+    return float(np.median(times[1:])) / tokens * case.queries * 1e6
+
+
 def peak(call, q) -> int:
     """Bytes that one call needs at most beyond what is held."""
     mx.clear_cache()
@@ -136,7 +157,10 @@ def peak(call, q) -> int:
 
 
 def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool) -> dict:
+    from mlx_lm.models.cache import KVCache
+
     calls, cache, bf16_bytes = methods(case, format)
+    steps = max(1, mlx_tq.TQFormat.resolve(format).page // case.queries)
     ours_bytes, path = cache.nbytes, mlx_tq.explain(cache)
     q = rows((case.batch, case.n_heads, case.queries, case.head_dim))
     mx.eval(q)
@@ -177,7 +201,9 @@ def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool
         "p80": round(float(np.percentile(times["ours"], 80)), 2),
         "host_us": round(float(np.median(host["ours"])), 2),
         "bf16_host_us": round(float(np.median(host["bf16"])), 2),
-        "append_us": round(append(case, format), 2),
+        "append_us": round(append(case, steps, lambda: mlx_tq.TQKVCache(format)), 2),
+        "bf16_append_us": round(append(case, steps, KVCache), 2),
+        "encode_us": round(encode(case, mlx_tq.TQFormat.resolve(format)), 3),
         "ours_bytes": ours_bytes,
         "bf16_bytes": bf16_bytes,
         "ours_peak": peaks["ours"],
