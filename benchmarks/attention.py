@@ -56,7 +56,8 @@ CASES = (
     + [Case("batch", n, batch=b) for b in (4, 16) for n in (1024, 8192, 32768)]
     + [Case("group", n, n_kv_heads=h) for h in (32, 4) for n in (8192, 32768)]
     + [Case("head_dim", n, head_dim=d) for d in (64, 256) for n in (8192, 32768)]
-    + [Case("prefill", n, queries=2048) for n in (8192, 32768)]
+    + [Case("prefill", n, queries=2048) for n in (8192, 32768, 131072)]
+    + [Case("prefill", 32768, queries=512)]
 )
 
 

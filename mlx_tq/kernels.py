@@ -47,11 +47,13 @@ _MMA_MANY_BLOCKS = 65536
 _MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
 _EXACT_COST = {"attend": 3, "attend_mma": 2}
-# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
-# and the bytes decoded at a time.
+# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first.
 _DENSE_ROWS = 192
 _DENSE_DIMS = (64, 80, 128)
-_DENSE_BYTES = 32 << 20
+# Bytes decoded at a time: the first figure, or up to the second until as many query rows as keep a device busy share
+# them. MLX's attention has threadgroups of 128 rows on CUDA and of 32 on Metal.
+_DENSE_BYTES = (32 << 20, 256 << 20)
+_DENSE_QUERIES = {"metal": 4096, "cuda": 16384}
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
@@ -759,15 +761,22 @@ def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array 
     return replace(rows, regions=regions, exact=cut(rows.exact), layout=layout, n_kv_heads=heads.stop - heads.start)
 
 
+def _heads_at_a_time(device: str, n_kv_heads: int, query_rows: int, head_bytes: int) -> int:
+    """KV heads decoded at a time, each with so many query rows and bytes of decoded keys and values."""
+    few, many = (limit // head_bytes for limit in _DENSE_BYTES)
+    most = max(1, few, min(many, -(-_DENSE_QUERIES[device] // query_rows)))
+    return -(-n_kv_heads // -(-n_kv_heads // most))  # parts of one size
+
+
 def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:
     """Attention by MLX over rows that are decoded for some heads at a time, so that few decoded rows exist at once.
 
     MLX gives back the rows of a part once it ran, so no more than two parts are on their way. Inside a function that
     MLX transforms nothing can run: then each part only waits for the one before.
     """
-    batch, n_heads, _, dim = q.shape
+    batch, n_heads, length, dim = q.shape
     n_kv, groups = keys.n_kv_heads, n_heads // keys.n_kv_heads
-    step = min(n_kv, max(1, _DENSE_BYTES // (2 * keys.layout.length * dim * q.dtype.size)))
+    step = _heads_at_a_time(backend(), n_kv, groups * length, 2 * keys.layout.length * dim * q.dtype.size)
     several = batch * n_kv > step
     out, started, last = [], None, None
     for row in range(batch):

@@ -678,7 +678,7 @@ def test_the_function_is_public():
 # ------------------------------------------------------------------ rows decoded first
 
 
-@pytest.mark.parametrize("bytes_at_a_time", (1, 1 << 30))
+@pytest.mark.parametrize("bytes_at_a_time", ((1, 1), (1, 1 << 30)))
 @pytest.mark.parametrize("mask", (None, "causal"))
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
 def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch, dtype, mask, bytes_at_a_time):
@@ -697,8 +697,19 @@ def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch,
     assert max_error(attention(q, keys, values, scale=0.125, mask=mask), want) <= 2 * half
 
 
+@pytest.mark.parametrize("device", ("metal", "cuda"))
+def test_heads_decoded_at_a_time_keep_a_device_busy_in_little_memory(device):
+    wanted, (few, many) = kernels._DENSE_QUERIES[device], kernels._DENSE_BYTES
+    heads = lambda *args: kernels._heads_at_a_time(device, *args)  # noqa: E731
+    assert heads(8, wanted, few) == 1  # enough rows of queries for one head
+    assert heads(8, wanted // 2, few) == 2 and heads(8, wanted // 3, few) == 4  # two parts of four, not 3 + 3 + 2
+    assert heads(8, wanted // 8, many // 2) == 2 and heads(8, wanted // 8, 2 * many) == 1  # or as many as fit
+    assert heads(8, wanted, few // 4) == 4 and heads(8, wanted, 1) == 8  # heads of few bytes
+    assert heads(1, 1, 1) == heads(1, 1, many + 1) == 1
+
+
 def test_no_more_than_two_parts_of_decoded_rows_exist(fused_kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "_DENSE_BYTES", 1)
+    monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))
     q, k, v = inputs(2, 6, 3, 100, 140, dtype=mx.float16)
     keys, values = encode(k, v)
     running, most, start, wait = [], [], kernels._start, mx.eval
