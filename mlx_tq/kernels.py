@@ -47,7 +47,8 @@ _MMA_MANY_BLOCKS = 65536
 _MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
 _EXACT_COST = {"attend": 3, "attend_mma": 2}
-# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first.
+# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
+# from a multiple on where that takes several parts, each of which waits for a few threadgroups to read all keys.
 _DENSE_ROWS = 192
 _DENSE_DIMS = (64, 80, 128)
 # Bytes decoded at a time: the first figure, or up to the second until as many query rows as keep a device busy share
@@ -734,8 +735,9 @@ def attend(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap)
 def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap) -> bool:
     """Whether so many query rows share a decode that MLX's own attention over decoded rows is faster."""
     length = q.shape[2]
+    query_rows = q.shape[1] // keys.n_kv_heads * length
     return (
-        q.shape[1] // keys.n_kv_heads * length >= _DENSE_ROWS
+        query_rows >= _DENSE_ROWS
         and keys.layout.length > 0
         and (mask is None or (isinstance(mask, str) and length <= keys.layout.length))
         and sinks is None
@@ -744,6 +746,7 @@ def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap
         and keys.dim == values.dim
         and keys.dim in _DENSE_DIMS
         and _one_short_dtype(q.dtype, keys.dtype, values.dtype)
+        and query_rows >= _DENSE_ROWS * -(-keys.n_kv_heads // _heads_at_a_time(q, keys))
     )
 
 
@@ -761,11 +764,13 @@ def _some_heads(rows: PackedRows, batch_row: int, heads: slice, after: mx.array 
     return replace(rows, regions=regions, exact=cut(rows.exact), layout=layout, n_kv_heads=heads.stop - heads.start)
 
 
-def _heads_at_a_time(device: str, n_kv_heads: int, query_rows: int, head_bytes: int) -> int:
-    """KV heads decoded at a time, each with so many query rows and bytes of decoded keys and values."""
+def _heads_at_a_time(q, keys: PackedRows) -> int:
+    """KV heads that `_attend_decoded` decodes at a time."""
+    head_bytes = 2 * keys.layout.length * keys.dim * q.dtype.size
     few, many = (limit // head_bytes for limit in _DENSE_BYTES)
-    most = max(1, few, min(many, -(-_DENSE_QUERIES[device] // query_rows)))
-    return -(-n_kv_heads // -(-n_kv_heads // most))  # parts of one size
+    query_rows = q.shape[1] // keys.n_kv_heads * q.shape[2]
+    most = max(1, few, min(many, -(-_DENSE_QUERIES[backend()] // query_rows)))
+    return -(-keys.n_kv_heads // -(-keys.n_kv_heads // most))  # parts of one size
 
 
 def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:
@@ -774,9 +779,8 @@ def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask)
     MLX gives back the rows of a part once it ran, so no more than two parts are on their way. Inside a function that
     MLX transforms nothing can run: then each part only waits for the one before.
     """
-    batch, n_heads, length, dim = q.shape
-    n_kv, groups = keys.n_kv_heads, n_heads // keys.n_kv_heads
-    step = _heads_at_a_time(backend(), n_kv, groups * length, 2 * keys.layout.length * dim * q.dtype.size)
+    batch, n_kv = q.shape[0], keys.n_kv_heads
+    groups, step = q.shape[1] // n_kv, _heads_at_a_time(q, keys)
     several = batch * n_kv > step
     out, started, last = [], None, None
     for row in range(batch):

@@ -684,6 +684,7 @@ def test_the_function_is_public():
 def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch, dtype, mask, bytes_at_a_time):
     """Heads one by one and all at once; some rows are exact, some packed, in two unlike batch rows."""
     monkeypatch.setattr(kernels, "_DENSE_BYTES", bytes_at_a_time)
+    monkeypatch.setattr(kernels, "_DENSE_ROWS", 60)
     monkeypatch.setattr(kernels, "_attend_part", None)  # which would launch attend
     layout = Layout((0, 0), (4, 2), (64, 96), (72, 42))
     format = TQFormat(3, 2, centered_keys=True, page=32)
@@ -698,18 +699,40 @@ def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch,
 
 
 @pytest.mark.parametrize("device", ("metal", "cuda"))
-def test_heads_decoded_at_a_time_keep_a_device_busy_in_little_memory(device):
+def test_heads_decoded_at_a_time_keep_a_device_busy_in_little_memory(monkeypatch, device):
+    monkeypatch.setattr(kernels, "backend", lambda: device)
     wanted, (few, many) = kernels._DENSE_QUERIES[device], kernels._DENSE_BYTES
-    heads = lambda *args: kernels._heads_at_a_time(device, *args)  # noqa: E731
-    assert heads(8, wanted, few) == 1  # enough rows of queries for one head
-    assert heads(8, wanted // 2, few) == 2 and heads(8, wanted // 3, few) == 4  # two parts of four, not 3 + 3 + 2
-    assert heads(8, wanted // 8, many // 2) == 2 and heads(8, wanted // 8, 2 * many) == 1  # or as many as fit
-    assert heads(8, wanted, few // 4) == 4 and heads(8, wanted, 1) == 8  # heads of few bytes
-    assert heads(1, 1, 1) == heads(1, 1, many + 1) == 1
+    tokens = lambda limit: int(limit) // (2 * 64 * 2)  # noqa: E731 - whose decoded rows take that
+
+    def heads(query_rows, length, n_kv_heads=8):
+        rows = PackedRows(
+            "keys", TQFormat(4, 4), 64, 0, mx.float16, None, None, Layout.uniform(1, 0, length, 0), n_kv_heads
+        )
+        return kernels._heads_at_a_time(mx.zeros((1, n_kv_heads, query_rows, 64), mx.float16), rows)
+
+    assert heads(wanted, tokens(few)) == 1  # enough rows of queries for one head
+    assert heads(wanted // 2, tokens(few)) == 2
+    assert heads(wanted // 3, tokens(few)) == 4  # two parts of four, not 3 + 3 + 2
+    assert heads(wanted // 8, tokens(many / 2)) == 2  # or as many as fit
+    assert heads(wanted // 8, tokens(2 * many)) == 1
+    assert heads(wanted, tokens(few / 4)) == 4 and heads(wanted, 1) == 8  # heads of few bytes
+    assert heads(1, 1, n_kv_heads=1) == heads(1, tokens(2 * many), n_kv_heads=1) == 1
+
+
+def test_rows_are_decoded_first_where_the_parts_are_few(fused_kernels, monkeypatch):
+    q, k, v = inputs(1, 4, 2, 100, 140, dtype=mx.float16)
+    keys, values = encode(k, v)
+    decodes = lambda: kernels._decodes_first(q, keys, values, "causal", None, None)  # noqa: E731
+    assert decodes()
+    monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))  # two parts
+    assert not decodes()
+    monkeypatch.setattr(kernels, "_DENSE_ROWS", 100)
+    assert decodes()
 
 
 def test_no_more_than_two_parts_of_decoded_rows_exist(fused_kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))
+    monkeypatch.setattr(kernels, "_DENSE_ROWS", 60)
     q, k, v = inputs(2, 6, 3, 100, 140, dtype=mx.float16)
     keys, values = encode(k, v)
     running, most, start, wait = [], [], kernels._start, mx.eval
