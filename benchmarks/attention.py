@@ -8,7 +8,8 @@ microseconds per call: the median and the 20th and 80th percentile over rounds. 
 before one call. `append_us` is the time to put as many new tokens as there are queries into the cache: rotation,
 packing and the copy into place, on average over the steps between two pages, or over the caches of several layers that
 get a prompt's chunk; `bf16_append_us` is that of mlx-lm's own cache. `encode_us` is the part of rotation and packing
-alone, in calls that wait for each other; a page is packed at once, and a single token gets its share of that time.
+alone, in calls that wait for each other; formats with a window pack a page at once, and a single token gets its share
+of that time.
 
     python benchmarks/attention.py --out benchmarks/results/attention.csv
 """
@@ -131,7 +132,7 @@ def append(case: Case, steps: int, new_cache) -> float:
 
 def encode(case: Case, format: mlx_tq.TQFormat) -> float:
     """Microseconds to rotate and pack `case.queries` new keys and values; the median of some rounds."""
-    tokens, dim = max(case.queries, format.page), case.head_dim
+    tokens, dim = max(case.queries, format.page if format.paged else 1), case.head_dim
     signs = layer_signs(format.seed, 0, dim)
     keys = rows((case.batch, case.n_kv_heads, tokens, dim))
 
@@ -141,7 +142,7 @@ def encode(case: Case, format: mlx_tq.TQFormat) -> float:
         else:
             mean = codec.page_means(keys, format.page) if format.centered_keys else None
             regions = [codec.quantise(keys, format, *kind) for kind in (("keys", signs, mean), ("values", signs))]
-        return [r.codes for r in regions]
+        return [array for region in regions for array in region if array is not None]
 
     mx.eval(keys)
     times = [run([call], keys, 50)[0] for _ in range(6)]

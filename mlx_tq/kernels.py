@@ -47,14 +47,14 @@ _MMA_MANY_BLOCKS = 65536
 _MMA_SHARE = 1024
 # What a block of exact tokens takes, in packed blocks.
 _EXACT_COST = {"attend": 3, "attend_mma": 2}
-# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first;
-# from a multiple on where that takes several parts, each of which waits for a few threadgroups to read all keys.
+# From so many query rows to a KV head on, where MLX's own attention has kernels for the width, rows are decoded first.
 _DENSE_ROWS = 192
 _DENSE_DIMS = (64, 80, 128)
 # Bytes decoded at a time: the first figure, or up to the second until as many query rows as keep a device busy share
-# them. MLX's attention has threadgroups of 128 rows on CUDA and of 32 on Metal.
+# them. MLX's attention has threadgroups of 128 rows on CUDA and of 32 on Metal, each of which reads all keys: with
+# fewer rows than the first figure their way through the keys takes longer than the kernels here.
 _DENSE_BYTES = (32 << 20, 256 << 20)
-_DENSE_QUERIES = {"metal": 4096, "cuda": 16384}
+_DENSE_QUERIES = {"metal": (512, 4096), "cuda": (1536, 16384)}
 _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 
 
@@ -746,7 +746,7 @@ def _decodes_first(q, keys: PackedRows, values: PackedRows, mask, sinks, softcap
         and keys.dim == values.dim
         and keys.dim in _DENSE_DIMS
         and _one_short_dtype(q.dtype, keys.dtype, values.dtype)
-        and query_rows >= _DENSE_ROWS * -(-keys.n_kv_heads // _heads_at_a_time(q, keys))
+        and query_rows * _heads_at_a_time(q, keys) >= _DENSE_QUERIES[backend()][0]
     )
 
 
@@ -769,8 +769,8 @@ def _heads_at_a_time(q, keys: PackedRows) -> int:
     head_bytes = 2 * keys.layout.length * keys.dim * q.dtype.size
     few, many = (limit // head_bytes for limit in _DENSE_BYTES)
     query_rows = q.shape[1] // keys.n_kv_heads * q.shape[2]
-    most = max(1, few, min(many, -(-_DENSE_QUERIES[backend()] // query_rows)))
-    return -(-keys.n_kv_heads // -(-keys.n_kv_heads // most))  # parts of one size
+    most = max(1, few, min(many, -(-_DENSE_QUERIES[backend()][1] // query_rows)))
+    return -(-keys.n_kv_heads // -(-keys.n_kv_heads // most))  # as many parts, as even as can be
 
 
 def _attend_decoded(q, keys: PackedRows, values: PackedRows, scale: float, mask) -> mx.array:

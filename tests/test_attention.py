@@ -684,7 +684,7 @@ def test_the_function_is_public():
 def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch, dtype, mask, bytes_at_a_time):
     """Heads one by one and all at once; some rows are exact, some packed, in two unlike batch rows."""
     monkeypatch.setattr(kernels, "_DENSE_BYTES", bytes_at_a_time)
-    monkeypatch.setattr(kernels, "_DENSE_ROWS", 60)
+    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (1, 1 << 20)))
     monkeypatch.setattr(kernels, "_attend_part", None)  # which would launch attend
     layout = Layout((0, 0), (4, 2), (64, 96), (72, 42))
     format = TQFormat(3, 2, centered_keys=True, page=32)
@@ -701,7 +701,7 @@ def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch,
 @pytest.mark.parametrize("device", ("metal", "cuda"))
 def test_heads_decoded_at_a_time_keep_a_device_busy_in_little_memory(monkeypatch, device):
     monkeypatch.setattr(kernels, "backend", lambda: device)
-    wanted, (few, many) = kernels._DENSE_QUERIES[device], kernels._DENSE_BYTES
+    (_, wanted), (few, many) = kernels._DENSE_QUERIES[device], kernels._DENSE_BYTES
     tokens = lambda limit: int(limit) // (2 * 64 * 2)  # noqa: E731 - whose decoded rows take that
 
     def heads(query_rows, length, n_kv_heads=8):
@@ -719,20 +719,21 @@ def test_heads_decoded_at_a_time_keep_a_device_busy_in_little_memory(monkeypatch
     assert heads(1, 1, n_kv_heads=1) == heads(1, tokens(2 * many), n_kv_heads=1) == 1
 
 
-def test_rows_are_decoded_first_where_the_parts_are_few(fused_kernels, monkeypatch):
+def test_rows_are_decoded_first_where_a_part_has_enough_queries(fused_kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (1, 1)))
     q, k, v = inputs(1, 4, 2, 100, 140, dtype=mx.float16)
     keys, values = encode(k, v)
     decodes = lambda: kernels._decodes_first(q, keys, values, "causal", None, None)  # noqa: E731
     assert decodes()
-    monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))  # two parts
-    assert not decodes()
-    monkeypatch.setattr(kernels, "_DENSE_ROWS", 100)
-    assert decodes()
+    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (400, 400)))
+    assert decodes()  # 200 for each of two heads
+    monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))
+    assert not decodes()  # one head after the other
 
 
 def test_no_more_than_two_parts_of_decoded_rows_exist(fused_kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))
-    monkeypatch.setattr(kernels, "_DENSE_ROWS", 60)
+    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (1, 1 << 20)))
     q, k, v = inputs(2, 6, 3, 100, 140, dtype=mx.float16)
     keys, values = encode(k, v)
     running, most, start, wait = [], [], kernels._start, mx.eval
