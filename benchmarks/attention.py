@@ -27,10 +27,8 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_tq
-from mlx_tq import codec, kernels
 from mlx_tq.doctor import device_name
 from mlx_tq.loading import new_file, write_csv
-from mlx_tq.rotation import layer_signs
 
 # Bytes that the rotating caches of one method should reach together, as those of a model's layers do, and how many
 # there are at most.
@@ -130,19 +128,13 @@ def append(case: Case, steps: int, new_cache) -> float:
     return float(np.mean(times[1:]))
 
 
-def encode(case: Case, format: mlx_tq.TQFormat) -> float:
-    """Microseconds to rotate and pack `case.queries` new keys and values; the median of some rounds."""
-    tokens, dim = max(case.queries, format.page if format.paged else 1), case.head_dim
-    signs = layer_signs(format.seed, 0, dim)
-    keys = rows((case.batch, case.n_kv_heads, tokens, dim))
+def encode(case: Case, cache: mlx_tq.TQKVCache) -> float:
+    """Microseconds to rotate and pack `case.queries` new keys and values as a cache does, median of some rounds."""
+    tokens = max(case.queries, cache.format.page if cache.format.paged else 1)
+    keys = rows((case.batch, case.n_kv_heads, tokens, case.head_dim))
 
     def call(keys: mx.array) -> list[mx.array]:
-        if kernels.reason(dim, dim) is None:
-            regions = kernels.encode(keys, keys, None, format, 0)
-        else:
-            mean = codec.page_means(keys, format.page) if format.centered_keys else None
-            regions = [codec.quantise(keys, format, *kind) for kind in (("keys", signs, mean), ("values", signs))]
-        return [array for region in regions for array in region if array is not None]
+        return [array for region in cache._encode(keys, keys, (0, tokens)) for array in region if array is not None]
 
     mx.eval(keys)
     times = [run([call], keys, 50)[0] for _ in range(6)]
@@ -162,7 +154,7 @@ def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool
     from mlx_lm.models.cache import KVCache
 
     calls, cache, bf16_bytes = methods(case, format)
-    steps = max(1, mlx_tq.TQFormat.resolve(format).page // case.queries)
+    steps = max(1, cache.format.page // case.queries)
     ours_bytes, path = cache.nbytes, mlx_tq.explain(cache)
     q = rows((case.batch, case.n_heads, case.queries, case.head_dim))
     mx.eval(q)
@@ -205,7 +197,7 @@ def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool
         "bf16_host_us": round(float(np.median(host["bf16"])), 2),
         "append_us": round(append(case, steps, lambda: mlx_tq.TQKVCache(format)), 2),
         "bf16_append_us": round(append(case, steps, KVCache), 2),
-        "encode_us": round(encode(case, mlx_tq.TQFormat.resolve(format)), 3),
+        "encode_us": round(encode(case, cache), 3),
         "ours_bytes": ours_bytes,
         "bf16_bytes": bf16_bytes,
         "ours_peak": peaks["ours"],

@@ -417,6 +417,15 @@ class StoredCache:
         dtypes = self._keys.dtype_name == self._values.dtype_name
         return self.fused != "never" and dtypes and kernels.reason(self._keys.dim, self._values.dim) is None
 
+    def _encode(self, keys: mx.array, values: mx.array, tokens: tuple[int, int]) -> Sequence[Regions]:
+        """Tokens [start, stop), whole pages where the format is paged, of rows `(R, H, L, D)` in packed regions."""
+        if self._kernels_run():
+            return kernels.encode(keys, values, None, self.format, self.layer_index, tokens)
+        keys, values = (x[:, :, tokens[0] : tokens[1]] for x in (keys, values))
+        mean = page_means(keys, self.format.page) if self.format.centered_keys else None
+        pairs = ((self._keys, keys, mean), (self._values, values, None))
+        return [quantise(x, self.format, store.kind, store.signs, m) for store, x, m in pairs]
+
     def _pack(
         self,
         keys: mx.array,
@@ -426,14 +435,7 @@ class StoredCache:
         rows: list[int] | None,
     ) -> None:
         """Packs tokens [start, stop) of `(R, H, L, D)` rows at `starts` of batch rows `rows`, or all; paged: pages."""
-        if self._kernels_run():
-            regions = kernels.encode(keys, values, None, self.format, self.layer_index, tokens)
-        else:
-            keys, values = (x[:, :, tokens[0] : tokens[1]] for x in (keys, values))
-            mean = page_means(keys, self.format.page) if self.format.centered_keys else None
-            pairs = ((self._keys, keys, mean), (self._values, values, None))
-            regions = [quantise(x, self.format, store.kind, store.signs, m) for store, x, m in pairs]
-        for store, new in zip(self._stores, regions, strict=True):
+        for store, new in zip(self._stores, self._encode(keys, values, tokens), strict=True):
             store.append(self._batch, new, starts, rows)
 
     def _leaving(self, recent: int) -> int:

@@ -678,13 +678,17 @@ def test_the_function_is_public():
 # ------------------------------------------------------------------ rows decoded first
 
 
+def limit_decoding(monkeypatch, bytes_at_a_time, queries):
+    monkeypatch.setattr(kernels, "_DENSE_BYTES", bytes_at_a_time)
+    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(kernels._DENSE_QUERIES, queries))
+
+
 @pytest.mark.parametrize("bytes_at_a_time", ((1, 1), (1, 1 << 30)))
 @pytest.mark.parametrize("mask", (None, "causal"))
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
 def test_many_queries_are_answered_over_decoded_rows(fused_kernels, monkeypatch, dtype, mask, bytes_at_a_time):
     """Heads one by one and all at once; some rows are exact, some packed, in two unlike batch rows."""
-    monkeypatch.setattr(kernels, "_DENSE_BYTES", bytes_at_a_time)
-    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (1, 1 << 20)))
+    limit_decoding(monkeypatch, bytes_at_a_time, (1, 1 << 20))
     monkeypatch.setattr(kernels, "_attend_part", None)  # which would launch attend
     layout = Layout((0, 0), (4, 2), (64, 96), (72, 42))
     format = TQFormat(3, 2, centered_keys=True, page=32)
@@ -720,20 +724,19 @@ def test_heads_decoded_at_a_time_keep_a_device_busy_in_little_memory(monkeypatch
 
 
 def test_rows_are_decoded_first_where_a_part_has_enough_queries(fused_kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (1, 1)))
+    limit_decoding(monkeypatch, kernels._DENSE_BYTES, (1, 1))
     q, k, v = inputs(1, 4, 2, 100, 140, dtype=mx.float16)
     keys, values = encode(k, v)
     decodes = lambda: kernels._decodes_first(q, keys, values, "causal", None, None)  # noqa: E731
     assert decodes()
-    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (400, 400)))
+    limit_decoding(monkeypatch, kernels._DENSE_BYTES, (400, 400))
     assert decodes()  # 200 for each of two heads
-    monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))
+    limit_decoding(monkeypatch, (1, 1), (400, 400))
     assert not decodes()  # one head after the other
 
 
 def test_no_more_than_two_parts_of_decoded_rows_exist(fused_kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "_DENSE_BYTES", (1, 1))
-    monkeypatch.setattr(kernels, "_DENSE_QUERIES", dict.fromkeys(("metal", "cuda"), (1, 1 << 20)))
+    limit_decoding(monkeypatch, (1, 1), (1, 1 << 20))
     q, k, v = inputs(2, 6, 3, 100, 140, dtype=mx.float16)
     keys, values = encode(k, v)
     running, most, start, wait = [], [], kernels._start, mx.eval
