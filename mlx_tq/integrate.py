@@ -16,7 +16,7 @@ from .attention import by_layers
 from .batch import TQBatchKVCache
 from .cache import TQKVCache
 from .format import RAW_BITS, TQFormat
-from .view import install_hook, remove_hook
+from .view import install_hook, release_hook
 
 try:
     from mlx_lm.models import cache as _mlx_lm_cache
@@ -250,7 +250,7 @@ def disable(model) -> None:
     _take_override(model)
     _enabled.pop(id(model), None)
     if not _enabled:
-        remove_hook()
+        release_hook()
 
 
 def make_prompt_cache(

@@ -578,7 +578,7 @@ class _Found(NamedTuple):
         )
 
 
-def _inputs(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]]:
+def prepare(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]]:
     """What launches over these rows share, and the arrays in its `given`."""
     device = backend()
     if keys.inputs is not None and keys.inputs[0] is values and keys.inputs[1].device == device:
@@ -812,7 +812,7 @@ def _start(array: mx.array) -> bool:
 
 def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, softcap, last: int) -> mx.array:
     """Attention of some query rows; a causal mask lets the last of them see `last` columns."""
-    pair, rows = _inputs(keys, values)
+    pair, rows = prepare(keys, values)
     kind, strides, more = 0, (0, 0, 0, 0), ()
     if isinstance(mask, str):
         kind = 1 if q.shape[2] > 1 or last < keys.layout.length else 0
@@ -1032,7 +1032,7 @@ def decode(keys: PackedRows, values: PackedRows, step: int = 1) -> list[mx.array
 
     step: round memory up to a multiple of so many rows, so that MLX has one graph for as many lengths.
     """
-    pair, rows = _inputs(keys, values)
+    pair, rows = prepare(keys, values)
     length = keys.layout.length
     room = -(-length // step) * step
     prepared = _prepared_decode(pair, keys.layout, room, _stream())

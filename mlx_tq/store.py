@@ -8,6 +8,7 @@ the first tokens and then the recent ones. A number of tokens is given per batch
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import kernels
+from .callers import only_attends
 from .codec import (
     FLOAT_DTYPES,
     Layout,
@@ -30,7 +32,7 @@ from .codec import (
 from .format import TQFormat
 from .packing import Regions, region_shapes
 from .rotation import layer_signs, to_dtype
-from .view import TQView, install_hook, views
+from .view import TQView, hook_installed, install_hook, keep_hook, views
 
 STATE_VERSION = 2
 FUSED = ("auto", "require", "never")
@@ -348,7 +350,8 @@ class StoredCache:
 
     def _accept(self, keys: mx.array, values: mx.array) -> None:
         """Checks new rows, but for those like the last ones; the first ones say what the cache holds."""
-        install_hook()
+        if not hook_installed():
+            install_hook()
         check_array("keys", keys)
         check_array("values", values)
         rows = keys.shape, values.shape, keys.dtype, values.dtype, self._batch
@@ -356,6 +359,7 @@ class StoredCache:
         if rows == memo.accepted and self.fused != "require":
             return
         self._check(keys, values)
+        keep_hook(self)
         memo.accepted = rows
         if self.empty():
             for store, x in zip(self._stores, (keys, values), strict=True):
@@ -454,8 +458,10 @@ class StoredCache:
     # -------------------------------------------------------------- tokens held
 
     def _views(self, exacts: Sequence[mx.array | None], layout: Layout) -> tuple[TQView, TQView]:
-        keys, values = self._stores
-        return views(keys.snapshot(exacts[0], layout, self.fused), values.snapshot(exacts[1], layout, self.fused))
+        """What `update_and_fetch`, which calls this, returns to its caller."""
+        keys = self._keys.snapshot(exacts[0], layout, self.fused)
+        values = self._values.snapshot(exacts[1], layout, self.fused)
+        return views(keys, values, bare=only_attends(sys._getframe(2)))
 
     @property
     def rows(self) -> tuple[PackedRows, PackedRows]:

@@ -7,6 +7,7 @@ MLX's own function.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,21 +18,26 @@ from .attention import attention, is_usual
 from .codec import PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
-_original = None
+_original = _hook = None
+_users: set[int] = set()  # ids of caches that hand out views
+_leaving = False  # whether the hook goes with the last of them
 # Views are decoded, should a model read them, in memory for a multiple of so many tokens: MLX takes up to a millisecond
 # to make the graph for another size, and each token would need one.
 _STEP = 256
+_NOTHING = mx.zeros((0,))
 
 
 class TQView(mx.array):
     """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
 
     Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows. A
-    view that was changed in place has no `rows` any more. A `plain` one holds all rows as they came.
+    view that was changed in place has no `rows` any more. A `plain` one holds all rows as they came. A `bare` one is
+    for callers that only attend: its array is empty, so that it can't be taken for rows.
     """
 
     rows: PackedRows | None = None
     plain: bool = False
+    bare: bool = False
 
 
 def _forget_rows(change):
@@ -48,19 +54,32 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
         setattr(TQView, f"__{_name}__", _forget_rows(getattr(mx.array, f"__{_name}__")))
 
 
-def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
-    """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
+def views(keys: PackedRows, values: PackedRows, bare: bool = False) -> tuple[TQView, TQView]:
+    """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype.
+
+    bare: what `callers.only_attends` says. Where nobody put another function in the hook's place, views are bare then,
+    once some rows are packed.
+    """
     plain = plain_rows(keys, values)
-    k, v = map(TQView, plain or _decoded(keys, values))
+    if plain is None and bare and mx.fast.scaled_dot_product_attention is _hook:
+        if keys.memo.found is not None or _fused(keys, values):
+            kernels.prepare(keys, values)  # finds out now what each attention to these views needs
+        k, v = TQView(_NOTHING), TQView(_NOTHING)
+        k.bare = v.bare = True
+    else:
+        k, v = map(TQView, plain or _decoded(keys, values))
+        k.plain = v.plain = plain is not None
     k.rows, v.rows = keys, values
-    k.plain = v.plain = plain is not None
     return k, v
+
+
+def _fused(keys: PackedRows, values: PackedRows) -> bool:
+    return keys.fused != "never" and kernels.reason(keys.dim, values.dim) is None
 
 
 def _decoded(keys: PackedRows, values: PackedRows) -> Sequence[mx.array]:
     # Exact values are read by those who compute with them: one kernel for both would decode the keys as well.
-    fused = keys.fused != "never" and values.format.value_bits != RAW_BITS
-    if fused and kernels.reason(keys.dim, values.dim) is None:
+    if values.format.value_bits != RAW_BITS and _fused(keys, values):
         decoded = kernels.decode(keys, values, _STEP)
         if decoded is not None:
             return decoded
@@ -69,7 +88,8 @@ def _decoded(keys: PackedRows, values: PackedRows) -> Sequence[mx.array]:
 
 def install_hook() -> None:
     """Replaces `mx.fast.scaled_dot_product_attention`, once."""
-    global _original
+    global _original, _hook, _leaving
+    _leaving = False
     if _original is not None:
         return
     original = mx.fast.scaled_dot_product_attention
@@ -81,11 +101,32 @@ def install_hook() -> None:
         return original(q, k, v, *args, **kwargs)
 
     _original = original
-    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+    mx.fast.scaled_dot_product_attention = _hook = scaled_dot_product_attention
+
+
+def keep_hook(cache) -> None:
+    """Lets `release_hook` wait until the cache is gone: another thread may be about to attend to its bare views."""
+    if id(cache) not in _users:
+        _users.add(id(cache))
+        weakref.finalize(cache, _forget_user, id(cache)).atexit = False
+
+
+def _forget_user(user: int) -> None:
+    _users.discard(user)
+    if _leaving and not _users:
+        remove_hook()
+
+
+def release_hook() -> None:
+    """Removes the hook, once the caches in use are gone."""
+    global _leaving
+    _leaving = True
+    if not _users:
+        remove_hook()
 
 
 def remove_hook() -> None:
-    """Puts MLX's own function back. Views still give right results, by decoding all rows; a cache in use reinstalls."""
+    """Puts MLX's own function back. Views but bare ones are still right, by decoding all rows; an update reinstalls."""
     global _original
     if _original is not None:
         mx.fast.scaled_dot_product_attention = _original
@@ -102,6 +143,7 @@ def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **o
         return original(q, k, v, scale=scale, mask=mask, stream=stream, **other)
     keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)
     if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:
+        k, v = decode_keys(k.rows) if k.bare else k, decode_values(v.rows) if v.bare else v
         return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
     if stream is None:
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)

@@ -175,7 +175,7 @@ def test_rows_of_a_loaded_cache_serve_several_threads(fused_kernels):
     mx.eval(loaded.keys, loaded.values)
     rows, seen = loaded.rows, []
     for use in (lambda arrays: None, lambda arrays: seen.append(mx.eval(arrays))):
-        thread = threading.Thread(target=lambda use=use: use(kernels._inputs(*rows)[1]))
+        thread = threading.Thread(target=lambda use=use: use(kernels.prepare(*rows)[1]))
         thread.start()
         thread.join()
     assert seen == [None]

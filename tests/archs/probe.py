@@ -37,7 +37,7 @@ def recorded():
         calls.append((inputs, options, attention(*inputs, **options)))
         return calls[-1][2]
 
-    def make(*rows):
+    def make(*rows, bare):
         out = views(*rows)
         decoded.extend(zip(rows, out, strict=True))
         return out
@@ -46,9 +46,12 @@ def recorded():
         yield calls, decoded
 
 
+@contextmanager
 def decoding():
     """Attention decodes all rows and goes through MLX's own function."""
-    return patch.object(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
+    attend = patch.object(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
+    with attend, patch.object(store, "only_attends", lambda frame: False):
+        yield
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Which functions do nothing but attend to what a cache returns to them, told by their source.
+
+What a cache returns are arrays, so a decode of all rows stands ready for models that compute with them. To prepare it
+takes longer than to call attention, for each layer and token, and nearly all models drop it. MLX has no arrays that are
+made when they are read; but where the source of a caller shows that nothing reads them, none is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+_UPDATE, _ATTENTION = "update_and_fetch", "scaled_dot_product_attention"
+_known: dict[CodeType, bool] = {}
+
+
+def only_attends(frame: FrameType) -> bool:
+    """Whether the function that runs in `frame` hands keys and values of `update_and_fetch` to attention alone.
+
+    Attention is mlx-lm's function, which hands them to `mx.fast.scaled_dot_product_attention`.
+    """
+    code = frame.f_code
+    known = _known.get(code)
+    if known is None:
+        known = _known[code] = _attends(code)
+    return known and _is_mlx_lm(frame.f_globals.get(_ATTENTION))
+
+
+def _is_mlx_lm(function) -> bool:
+    base, code = sys.modules.get("mlx_lm.models.base"), getattr(function, "__code__", None)
+    return base is not None and code is not None and code.co_filename == base.__file__ and code.co_name == _ATTENTION
+
+
+def _attends(code: CodeType) -> bool:
+    """Whether a function has `k, v = cache.update_and_fetch(...)` once, and k and v only in calls of attention then."""
+    function = _parsed(code)
+    if function is None or _ATTENTION in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+        return False
+    updates = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == _UPDATE]
+    if len(updates) != 1:
+        return False
+    names, after = _after_update(function.body, updates[0]) or ((), ())
+    if len(set(names)) != 2 or not set(names) <= set(code.co_varnames) - set(code.co_cellvars):
+        return False
+    nodes = [node for statement in after for node in ast.walk(statement)]
+    handed = [id(arg) for node in nodes if isinstance(node, ast.Call) for arg in _keys_and_values(node)]
+    return all(id(n) in handed for n in nodes if isinstance(n, ast.Name) and n.id in names)
+
+
+def _after_update(block: list[ast.stmt], update: ast.Attribute) -> tuple[tuple[str, ...], list[ast.stmt]] | None:
+    """The names an update is assigned to and the statements that run after it, where they run once and in order."""
+    for i, statement in enumerate(block):
+        match statement:
+            case ast.Assign([ast.Tuple([ast.Name(k), ast.Name(v)])], ast.Call(func)) if func is update:
+                return (k, v), block[i + 1 :]
+            case ast.If(_, body, orelse):
+                found = _after_update(body, update) or _after_update(orelse, update)
+                if found is not None:
+                    return found[0], found[1] + block[i + 1 :]
+    return None
+
+
+def _keys_and_values(call: ast.Call) -> list[ast.expr]:
+    """The arguments that a call of attention has for keys and values."""
+    if not isinstance(call.func, ast.Name) or call.func.id != _ATTENTION:
+        return []
+    return [*call.args[1:3], *(k.value for k in call.keywords if k.arg in ("keys", "values"))]
+
+
+def _parsed(code: CodeType) -> ast.FunctionDef | None:
+    """The source of a function, or None: also where the file is another by now."""
+    try:
+        tree = ast.parse("".join(inspect.findsource(code)[0]))
+        if code not in _codes(compile(tree, code.co_filename, "exec", dont_inherit=True)):
+            return None
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        named = isinstance(node, ast.FunctionDef) and node.name == code.co_name
+        if named and code.co_firstlineno == min([node.lineno, *(each.lineno for each in node.decorator_list)]):
+            return node
+    return None
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those inside."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)

@@ -1,0 +1,270 @@
+"""Which callers of a cache get bare views, that is, no decode stands ready for them."""
+
+import copy
+import importlib.util
+import sys
+import threading
+from itertools import count
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from oracle import attention64, decode64, max_error, normal, to64
+
+pytest.importorskip("mlx_lm")
+from archs import configs
+from archs.probe import forward, tokens
+from mlx_lm.models import base, llama
+
+import mlx_tq
+from mlx_tq import TQKVCache, callers, store, view
+
+STOCK = view._original or mx.fast.scaled_dot_product_attention
+_serial = count()
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    """What is known of a function counts for those that are the same in other files."""
+    callers._known.clear()
+
+
+def written(tmp_path, text):
+    """The module of a text, and the views that its function `attend(q, keys, values, cache)` gets."""
+    name = f"caller_{next(_serial)}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(f"from mlx_lm.models.base import scaled_dot_product_attention\nimport mlx.core as mx\n{text}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def bare(module, monkeypatch):
+    """Whether `attend` got bare views; what it returns must be attention to all rows."""
+    seen, make = [], store.views
+
+    def views(*args, **options):
+        out = make(*args, **options)
+        seen.append((*(decode64(rows) for rows in args), out[0].bare, out[1].bare))
+        return out
+
+    monkeypatch.setattr(store, "views", views)
+    q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
+    got = module.attend(q, k, v, TQKVCache("k4v4"))
+    ((keys, values, *bare),) = seen
+    assert max_error(got, attention64(q, keys, values, 0.125, "causal")) < 3e-6
+    assert bare[0] == bare[1]
+    return bare[0]
+
+
+HEAD = "def attend(q, keys, values, cache):"
+ATTEND = "scaled_dot_product_attention(q, keys, values, cache=cache, scale=0.125, mask='causal')"
+UPDATE = "keys, values = cache.update_and_fetch(keys, values)"
+ONLY = {
+    "straight": f"""
+{HEAD}
+    {UPDATE}
+    return {ATTEND}
+""",
+    "branches": f"""
+{HEAD}
+    shape = keys.shape
+    if cache is not None:
+        if q.size:
+            {UPDATE}
+    else:
+        keys = keys.swapaxes(-1, -2)
+    out = {ATTEND}
+    return out
+""",
+    "by name": """
+def attend(q, k, v, cache):
+    k, v = cache.update_and_fetch(k, v)
+    return scaled_dot_product_attention(q, values=v, keys=k, cache=cache, scale=0.125, mask="causal")
+""",
+    "decorated": f"""
+def same(f):
+    return f
+
+@same
+{HEAD}
+    {UPDATE}
+    return {ATTEND}
+""",
+}
+MORE = {
+    "reads the shape": f"""
+{HEAD}
+    {UPDATE}
+    assert keys.shape[2] == 90
+    return {ATTEND}
+""",
+    "computes": f"""
+{HEAD}
+    {UPDATE}
+    return {ATTEND} + 0 * values.sum()
+""",
+    "another name": f"""
+{HEAD}
+    {UPDATE}
+    k = keys
+    return scaled_dot_product_attention(q, k, values, cache=cache, scale=0.125, mask='causal')
+""",
+    "whole": f"""
+{HEAD}
+    both = cache.update_and_fetch(keys, values)
+    return scaled_dot_product_attention(q, *both, cache=cache, scale=0.125, mask='causal')
+""",
+    "adds in place": f"""
+{HEAD}
+    {UPDATE}
+    keys += 0
+    return {ATTEND}
+""",
+    "loop": f"""
+{HEAD}
+    for _ in range(1):
+        n = keys.shape
+        {UPDATE}
+    return {ATTEND}
+""",
+    "try": f"""
+{HEAD}
+    try:
+        {UPDATE}
+    finally:
+        keys.shape
+    return {ATTEND}
+""",
+    "inner function": f"""
+{HEAD}
+    def shape():
+        return keys.shape
+    {UPDATE}
+    assert shape()[2] == 90
+    return {ATTEND}
+""",
+    "own attention": f"""
+{HEAD}
+    def scaled_dot_product_attention(q, k, v, cache, scale, mask):
+        return mx.fast.scaled_dot_product_attention(q, k[:, :, :], v[:, :, :], scale=scale, mask=mask)
+    {UPDATE}
+    return {ATTEND}
+""",
+    "another module's": f"""
+def scaled_dot_product_attention(q, k, v, cache, scale, mask):
+    return mx.fast.scaled_dot_product_attention(q, k[:, :, :], v[:, :, :], scale=scale, mask=mask)
+
+{HEAD}
+    {UPDATE}
+    return {ATTEND}
+""",
+    "handed on": f"""
+def update(keys, values, cache):
+    return cache.update_and_fetch(keys, values)
+
+{HEAD}
+    keys, values = update(keys, values, cache)
+    return {ATTEND}
+""",
+}
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_a_caller_that_only_attends_gets_bare_views(name, tmp_path, monkeypatch):
+    assert bare(written(tmp_path, ONLY[name]), monkeypatch)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_any_other_gets_rows(name, tmp_path, monkeypatch):
+    assert not bare(written(tmp_path, MORE[name]), monkeypatch)
+
+
+def test_a_file_that_changed_or_went_away_proves_nothing(tmp_path, monkeypatch):
+    for change in (lambda p: p.write_text(p.read_text().replace("0.125", "0.5")), lambda p: p.unlink()):
+        callers._known.clear()
+        module = written(tmp_path, ONLY["straight"])
+        change(tmp_path / f"{module.__name__}.py")
+        assert not bare(module, monkeypatch)
+
+
+def test_attention_that_was_replaced_gets_rows(monkeypatch, tmp_path):
+    module = written(tmp_path, ONLY["straight"])
+    assert bare(module, monkeypatch)
+    monkeypatch.undo()
+
+    def mine(q, k, v, cache, scale, mask):
+        return base.scaled_dot_product_attention(q, k[:, :, :], v + 0, cache, scale, mask)
+
+    module.scaled_dot_product_attention = mine
+    assert not bare(module, monkeypatch)
+
+
+def test_a_hook_of_others_gets_rows(monkeypatch, tmp_path):
+    """Some wrap MLX's function, after us, to look at what it gets."""
+    view.install_hook()
+    ours, shapes = mx.fast.scaled_dot_product_attention, []
+
+    def theirs(q, k, v, **options):
+        shapes.append(k.shape)
+        return ours(q, k, v, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", theirs)
+    assert not bare(written(tmp_path, ONLY["straight"]), monkeypatch)
+    assert shapes == [(1, 2, 90, 64)]
+
+
+def test_what_attention_does_not_take_is_decoded():
+    """Options of MLX's function that ours does not know reach it with rows."""
+    cache = TQKVCache("k4v4")
+    cache.update_and_fetch(normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64))
+    keys, values = view.views(*cache.rows, bare=True)
+    q, got = normal(0, 1, 4, 3, 64), []
+    other = TQKVCache("tq3")
+    other.update_and_fetch(normal(1, 1, 2, 60, 64), normal(2, 1, 2, 60, 64))
+    unlike, full = view.views(*other.rows, bare=True)[1], other.keys_and_values()[1]
+    for k, v in ((keys, values), (values, keys), (keys, keys), (unlike, full)):
+        got.append(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125))
+        want = attention64(q, decode64(k.rows), decode64(v.rows), 0.125)
+        assert max_error(got[-1], want) < 3e-6
+
+
+def test_llama_decodes_nothing(monkeypatch):
+    assert callers._attends(llama.Attention.__call__.__code__)
+    model, pieces = configs.build("llama"), (tokens(50), tokens(1, 1), tokens(9, 2))
+    caches, twins = (mlx_tq.make_prompt_cache(model, "k4v4") for _ in range(2))
+    monkeypatch.setattr(view, "_decoded", lambda *rows: pytest.fail("decoded"))
+    got = [to64(forward(model, caches, ids)) for ids in pieces]
+    monkeypatch.undo()
+    monkeypatch.setattr(store, "only_attends", lambda frame: False)
+    for ids, logits in zip(pieces, got, strict=True):
+        np.testing.assert_array_equal(logits, to64(forward(model, twins, ids)))
+
+
+def test_the_hook_waits_for_caches_in_use():
+    """Another thread may disable a model between an update and its attention."""
+    view.remove_hook()
+    model = configs.build("llama")
+    caches = mlx_tq.make_prompt_cache(model, "k4v4")
+    forward(model, caches, tokens(40))
+    twin = copy.deepcopy(caches)
+    forward(model, twin, tokens(3))
+
+    def other():
+        with mlx_tq.enable(configs.build("llama")):
+            pass
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert view.hook_installed()
+    del caches
+    assert view.hook_installed()
+    del twin
+    assert not view.hook_installed() and mx.fast.scaled_dot_product_attention is STOCK
+
+
+def test_without_mlx_lm_nothing_is_proven(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.base")
+    assert not callers._is_mlx_lm(base.scaled_dot_product_attention)
