@@ -16,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 
 from . import kernels
-from .callers import only_attends
 from .codec import (
     FLOAT_DTYPES,
     Layout,
@@ -461,7 +460,7 @@ class StoredCache:
         """What `update_and_fetch`, which calls this, returns to its caller."""
         keys = self._keys.snapshot(exacts[0], layout, self.fused)
         values = self._values.snapshot(exacts[1], layout, self.fused)
-        return views(keys, values, bare=only_attends(sys._getframe(2)))
+        return views(keys, values, sys._getframe(2))
 
     @property
     def rows(self) -> tuple[PackedRows, PackedRows]:

@@ -10,11 +10,13 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 
 import mlx.core as mx
 
 from . import kernels
 from .attention import attention, is_usual
+from .callers import only_attends
 from .codec import PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
@@ -54,14 +56,15 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
         setattr(TQView, f"__{_name}__", _forget_rows(getattr(mx.array, f"__{_name}__")))
 
 
-def views(keys: PackedRows, values: PackedRows, bare: bool = False) -> tuple[TQView, TQView]:
+def views(keys: PackedRows, values: PackedRows, caller: FrameType | None = None) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype.
 
-    bare: what `callers.only_attends` says. Where nobody put another function in the hook's place, views are bare then,
-    once some rows are packed.
+    Once some rows are packed they are bare for a `caller`, the frame of who gets them, that only attends, unless
+    somebody put another function in the hook's place.
     """
     plain = plain_rows(keys, values)
-    if plain is None and bare and mx.fast.scaled_dot_product_attention is _hook:
+    bare = plain is None and caller is not None and mx.fast.scaled_dot_product_attention is _hook
+    if bare and only_attends(caller):
         if keys.memo.found is not None or _fused(keys, values):
             kernels.prepare(keys, values)  # finds out now what each attention to these views needs
         k, v = TQView(_NOTHING), TQView(_NOTHING)

@@ -44,9 +44,9 @@ def bare(module, monkeypatch):
     """Whether `attend` got bare views; what it returns must be attention to all rows."""
     seen, make = [], store.views
 
-    def views(*args, **options):
-        out = make(*args, **options)
-        seen.append((*(decode64(rows) for rows in args), out[0].bare, out[1].bare))
+    def views(*args):
+        out = make(*args)
+        seen.append((*map(decode64, args[:2]), out[0].bare, out[1].bare))
         return out
 
     monkeypatch.setattr(store, "views", views)
@@ -215,15 +215,16 @@ def test_a_hook_of_others_gets_rows(monkeypatch, tmp_path):
     assert shapes == [(1, 2, 90, 64)]
 
 
-def test_what_attention_does_not_take_is_decoded():
-    """Options of MLX's function that ours does not know reach it with rows."""
+def test_what_attention_does_not_take_is_decoded(monkeypatch):
+    """Pairs of views that ours does not know reach MLX's function with rows."""
+    monkeypatch.setattr(view, "only_attends", lambda frame: True)
     cache = TQKVCache("k4v4")
     cache.update_and_fetch(normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64))
-    keys, values = view.views(*cache.rows, bare=True)
+    keys, values = view.views(*cache.rows, sys._getframe())
     q, got = normal(0, 1, 4, 3, 64), []
     other = TQKVCache("tq3")
     other.update_and_fetch(normal(1, 1, 2, 60, 64), normal(2, 1, 2, 60, 64))
-    unlike, full = view.views(*other.rows, bare=True)[1], other.keys_and_values()[1]
+    unlike, full = view.views(*other.rows, sys._getframe())[1], other.keys_and_values()[1]
     for k, v in ((keys, values), (values, keys), (keys, keys), (unlike, full)):
         got.append(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125))
         want = attention64(q, decode64(k.rows), decode64(v.rows), 0.125)
@@ -237,7 +238,7 @@ def test_llama_decodes_nothing(monkeypatch):
     monkeypatch.setattr(view, "_decoded", lambda *rows: pytest.fail("decoded"))
     got = [to64(forward(model, caches, ids)) for ids in pieces]
     monkeypatch.undo()
-    monkeypatch.setattr(store, "only_attends", lambda frame: False)
+    monkeypatch.setattr(view, "only_attends", lambda frame: False)
     for ids, logits in zip(pieces, got, strict=True):
         np.testing.assert_array_equal(logits, to64(forward(model, twins, ids)))
 

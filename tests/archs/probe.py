@@ -37,7 +37,8 @@ def recorded():
         calls.append((inputs, options, attention(*inputs, **options)))
         return calls[-1][2]
 
-    def make(*rows, bare):
+    def make(keys, values, caller):
+        rows = keys, values
         out = views(*rows)
         decoded.extend(zip(rows, out, strict=True))
         return out
@@ -50,7 +51,7 @@ def recorded():
 def decoding():
     """Attention decodes all rows and goes through MLX's own function."""
     attend = patch.object(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
-    with attend, patch.object(store, "only_attends", lambda frame: False):
+    with attend, patch.object(view, "only_attends", lambda frame: False):
         yield
 
 
