@@ -11,36 +11,51 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from itertools import islice
+from types import CodeType, FrameType, FunctionType
 
 _UPDATE, _ATTENTION = "update_and_fetch", "scaled_dot_product_attention"
-_known: dict[CodeType, bool] = {}
+# Calls that may read variables without their names in the source.
+_HIDDEN_READS = {"eval", "exec", "locals", "vars"}
+# By the id of a code object and the call that it is at; the code is kept, so that no other gets its id. To look it up
+# by the code itself would hash all of it, for each layer and token.
+_known: dict[tuple[int, int], tuple[CodeType, bool]] = {}
 
 
 def only_attends(frame: FrameType) -> bool:
-    """Whether the function that runs in `frame` hands keys and values of `update_and_fetch` to attention alone.
+    """Whether the function that runs in `frame`, now in `update_and_fetch`, hands what it gets to attention alone.
 
-    Attention is mlx-lm's function, which hands them to `mx.fast.scaled_dot_product_attention`.
+    Attention is mlx-lm's function, which hands it to `mx.fast.scaled_dot_product_attention`.
     """
-    code = frame.f_code
-    known = _known.get(code)
+    code, at = frame.f_code, frame.f_lasti
+    known = _known.get((id(code), at))
     if known is None:
-        known = _known[code] = _attends(code)
-    return known and _is_mlx_lm(frame.f_globals.get(_ATTENTION))
+        known = _known[id(code), at] = code, _attends(code, at)
+    return known[1] and _is_mlx_lm(frame.f_globals.get(_ATTENTION))
 
 
 def _is_mlx_lm(function) -> bool:
-    base, code = sys.modules.get("mlx_lm.models.base"), getattr(function, "__code__", None)
-    return base is not None and code is not None and code.co_filename == base.__file__ and code.co_name == _ATTENTION
-
-
-def _attends(code: CodeType) -> bool:
-    """Whether a function has `k, v = cache.update_and_fetch(...)` once, and k and v only in calls of attention then."""
-    function = _parsed(code)
-    if function is None or _ATTENTION in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+    base = sys.modules.get("mlx_lm.models.base")
+    if base is None or type(function) is not FunctionType:  # others may look like one and read what they get
         return False
-    updates = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == _UPDATE]
-    if len(updates) != 1:
+    return function.__code__.co_filename == base.__file__ and function.__code__.co_name == _ATTENTION
+
+
+def _attends(code: CodeType, at: int) -> bool:
+    """Whether the call at instruction `at` is the one update of a function, whose k and v only attention gets then.
+
+    That is `k, v = cache.update_and_fetch(...)`, and afterwards k and v in calls of attention and nowhere else.
+    """
+    function = _parsed(code)
+    hidden = code.co_flags & inspect.CO_GENERATOR or _HIDDEN_READS.intersection(code.co_names)
+    if function is None or hidden or _ATTENTION in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+        return False
+    everywhere = list(ast.walk(function))
+    if any(isinstance(n, ast.Global) and _ATTENTION in n.names for n in everywhere):
+        return False
+    updates = [n for n in everywhere if isinstance(n, ast.Attribute) and n.attr == _UPDATE]
+    calls = [n for n in everywhere if isinstance(n, ast.Call) and n.func in updates]
+    if len(updates) != 1 or len(calls) != 1 or not _ends_at(calls[0], code, at):
         return False
     names, after = _after_update(function.body, updates[0]) or ((), ())
     if len(set(names)) != 2 or not set(names) <= set(code.co_varnames) - set(code.co_cellvars):
@@ -48,6 +63,12 @@ def _attends(code: CodeType) -> bool:
     nodes = [node for statement in after for node in ast.walk(statement)]
     handed = [id(arg) for node in nodes if isinstance(node, ast.Call) for arg in _keys_and_values(node)]
     return all(id(n) in handed for n in nodes if isinstance(n, ast.Name) and n.id in names)
+
+
+def _ends_at(call: ast.Call, code: CodeType, at: int) -> bool:
+    """Whether the instruction at byte `at` is this call, told by its end: its start varies with Python."""
+    _, line, _, column = next(islice(code.co_positions(), at // 2, None))
+    return (line, column) == (call.end_lineno, call.end_col_offset)
 
 
 def _after_update(block: list[ast.stmt], update: ast.Attribute) -> tuple[tuple[str, ...], list[ast.stmt]] | None:
@@ -76,7 +97,7 @@ def _parsed(code: CodeType) -> ast.FunctionDef | None:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
         if code not in _codes(compile(tree, code.co_filename, "exec", dont_inherit=True)):
             return None
-    except (OSError, SyntaxError, ValueError):
+    except Exception:  # of any kind: to find a source, Python asks all modules for their file
         return None
     for node in ast.walk(tree):
         named = isinstance(node, ast.FunctionDef) and node.name == code.co_name

@@ -1,4 +1,5 @@
-"""Plugs compressed caches into mlx-lm. The only file that knows mlx-lm's internals.
+"""Plugs compressed caches into mlx-lm. The only file that knows mlx-lm's internals, but for its function of attention,
+which `callers.py` knows.
 
 mlx-lm asks a model's `make_cache` for caches and saves and loads them by class name: `enable` overrides the first for
 one model, importing this file registers our classes for the second.

@@ -358,7 +358,7 @@ class StoredCache:
         if rows == memo.accepted and self.fused != "require":
             return
         self._check(keys, values)
-        keep_hook(self)
+        keep_hook(memo)
         memo.accepted = rows
         if self.empty():
             for store, x in zip(self._stores, (keys, values), strict=True):

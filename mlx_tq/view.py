@@ -17,11 +17,11 @@ import mlx.core as mx
 from . import kernels
 from .attention import attention, is_usual
 from .callers import only_attends
-from .codec import PackedRows, decode_keys, decode_values, plain_rows
+from .codec import Memo, PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
 _original = _hook = None
-_users: set[int] = set()  # ids of caches that hand out views
+_users: set[int] = set()  # ids of the memos of caches that hand out views
 _leaving = False  # whether the hook goes with the last of them
 # Views are decoded, should a model read them, in memory for a multiple of so many tokens: MLX takes up to a millisecond
 # to make the graph for another size, and each token would need one.
@@ -60,7 +60,7 @@ def views(keys: PackedRows, values: PackedRows, caller: FrameType | None = None)
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype.
 
     Once some rows are packed they are bare for a `caller`, the frame of who gets them, that only attends, unless
-    somebody put another function in the hook's place.
+    somebody put another function in the hook's place. Who does so between an update and its attention gets them, too.
     """
     plain = plain_rows(keys, values)
     bare = plain is None and caller is not None and mx.fast.scaled_dot_product_attention is _hook
@@ -101,17 +101,17 @@ def install_hook() -> None:
     def scaled_dot_product_attention(q, k, v, *args, **kwargs):
         if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not args:
             return _attend(original, q, k, v, **kwargs)
-        return original(q, k, v, *args, **kwargs)
+        return original(q, _whole(k), _whole(v), *args, **kwargs)
 
     _original = original
     mx.fast.scaled_dot_product_attention = _hook = scaled_dot_product_attention
 
 
-def keep_hook(cache) -> None:
-    """Lets `release_hook` wait until the cache is gone: another thread may be about to attend to its bare views."""
-    if id(cache) not in _users:
-        _users.add(id(cache))
-        weakref.finalize(cache, _forget_user, id(cache)).atexit = False
+def keep_hook(memo: Memo) -> None:
+    """Lets `release_hook` wait until a cache and its rows, which share the memo, are gone: bare views need the hook."""
+    if id(memo) not in _users:
+        _users.add(id(memo))
+        weakref.finalize(memo, _forget_user, id(memo)).atexit = False
 
 
 def _forget_user(user: int) -> None:
@@ -146,12 +146,18 @@ def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **o
         return original(q, k, v, scale=scale, mask=mask, stream=stream, **other)
     keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)
     if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:
-        k, v = decode_keys(k.rows) if k.bare else k, decode_values(v.rows) if v.bare else v
-        return original(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
+        return original(q, _whole(k), _whole(v), scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
     if stream is None:
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
     with mx.stream(stream):
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _whole(array):
+    """The array, or the decoded rows of a bare view."""
+    if type(array) is not TQView or not array.bare:
+        return array
+    return decode_keys(array.rows) if array.rows.kind == "keys" else decode_values(array.rows)
 
 
 def _key_and_value(keys: PackedRows) -> tuple[PackedRows, PackedRows]:

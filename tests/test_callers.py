@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import threading
 from itertools import count
+from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -83,6 +84,16 @@ def attend(q, k, v, cache):
     k, v = cache.update_and_fetch(k, v)
     return scaled_dot_product_attention(q, values=v, keys=k, cache=cache, scale=0.125, mask="causal")
 """,
+    "on several lines": """
+def attend(q, keys, values, cache):
+    keys, values = cache.update_and_fetch(
+        keys,
+        values,
+    )
+    return scaled_dot_product_attention(
+        q, keys, values, cache, 0.125, "causal"
+    )
+""",
     "decorated": f"""
 def same(f):
     return f
@@ -160,6 +171,51 @@ def scaled_dot_product_attention(q, k, v, cache, scale, mask):
     {UPDATE}
     return {ATTEND}
 """,
+    "locals": f"""
+{HEAD}
+    {UPDATE}
+    assert locals()["keys"].shape[2] == 90
+    return {ATTEND}
+""",
+    "eval": f"""
+{HEAD}
+    {UPDATE}
+    return {ATTEND} + eval("0 * values.sum() if values.size else 1")
+""",
+    "generator": f"""
+def steps(q, keys, values, cache):
+    {UPDATE}
+    yield
+    yield {ATTEND}
+
+{HEAD}
+    both = steps(q, keys, values, cache)
+    next(both)
+    assert both.gi_frame.f_locals["keys"].shape[2] == 90
+    return next(both)
+""",
+    "another call": f"""
+def either(q, keys, values, cache, fetch):
+    if fetch is not None:
+        k, v = fetch(keys, values)
+        return mx.fast.scaled_dot_product_attention(q, k[:, :, :], v[:, :, :], scale=0.125, mask='causal')
+    {UPDATE}
+    return {ATTEND}
+
+{HEAD}
+    return either(q, keys, values, None, cache.update_and_fetch)
+""",
+    "a global": f"""
+def sliced(q, k, v, **options):
+    del options["cache"]
+    return mx.fast.scaled_dot_product_attention(q, k[:, :, :], v[:, :, :], **options)
+
+{HEAD}
+    global scaled_dot_product_attention
+    {UPDATE}
+    scaled_dot_product_attention = sliced
+    return {ATTEND}
+""",
     "handed on": f"""
 def update(keys, values, cache):
     return cache.update_and_fetch(keys, values)
@@ -197,8 +253,52 @@ def test_attention_that_was_replaced_gets_rows(monkeypatch, tmp_path):
     def mine(q, k, v, cache, scale, mask):
         return base.scaled_dot_product_attention(q, k[:, :, :], v + 0, cache, scale, mask)
 
-    module.scaled_dot_product_attention = mine
+    class Proxy:
+        """As wrapt makes them."""
+
+        def __getattr__(self, name):
+            return getattr(base.scaled_dot_product_attention, name)
+
+        def __call__(self, q, k, v, cache, scale, mask):
+            return mine(q, k, v, cache, scale, mask)
+
+    for other in (mine, Proxy()):
+        module.scaled_dot_product_attention = other
+        assert not bare(module, monkeypatch)
+        monkeypatch.undo()
+
+
+def test_a_source_that_cannot_be_found_proves_nothing(monkeypatch, tmp_path):
+    """Modules of optional packages may raise errors of any kind when Python looks for the file of another."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name):
+            raise ImportError("optional")
+
+    module = written(tmp_path, ONLY["straight"])
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     assert not bare(module, monkeypatch)
+
+
+ONE = {
+    "keys": (f"full, _ = {UPDATE[15:]}", "q, full, values, cache=cache"),
+    "values": (f"_, full = {UPDATE[15:]}", "q, keys, full, cache=cache"),
+    "a star": (f"full, other = {UPDATE[15:]}", "*(q, keys), other, cache"),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_view_beside_an_array(name, tmp_path):
+    """The source allows it, so the hook decodes the view."""
+    update, inputs = ONE[name]
+    text = f"{HEAD}\n    {update}\n    return scaled_dot_product_attention({inputs}, scale=0.125, mask='causal')\n"
+    q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
+    cache = TQKVCache("k4v4")
+    got = written(tmp_path, text).attend(q, k, v, cache)
+    assert [known for _, known in callers._known.values()] == [True]
+    decoded = [decode64(rows) for rows in cache.rows]
+    k, v = (decoded[0], to64(v)) if name == "keys" else (to64(k), decoded[1])
+    assert max_error(got, attention64(q, k, v, 0.125, "causal")) < 3e-6
 
 
 def test_a_hook_of_others_gets_rows(monkeypatch, tmp_path):
@@ -232,11 +332,11 @@ def test_what_attention_does_not_take_is_decoded(monkeypatch):
 
 
 def test_llama_decodes_nothing(monkeypatch):
-    assert callers._attends(llama.Attention.__call__.__code__)
     model, pieces = configs.build("llama"), (tokens(50), tokens(1, 1), tokens(9, 2))
     caches, twins = (mlx_tq.make_prompt_cache(model, "k4v4") for _ in range(2))
     monkeypatch.setattr(view, "_decoded", lambda *rows: pytest.fail("decoded"))
     got = [to64(forward(model, caches, ids)) for ids in pieces]
+    assert {code for code, known in callers._known.values() if known} == {llama.Attention.__call__.__code__}
     monkeypatch.undo()
     monkeypatch.setattr(view, "only_attends", lambda frame: False)
     for ids, logits in zip(pieces, got, strict=True):
@@ -264,6 +364,18 @@ def test_the_hook_waits_for_caches_in_use():
     assert view.hook_installed()
     del twin
     assert not view.hook_installed() and mx.fast.scaled_dot_product_attention is STOCK
+
+
+def test_the_hook_waits_for_views_of_a_cache_that_is_gone():
+    view.remove_hook()
+    cache = TQKVCache("k4v4")
+    cache.update_and_fetch(normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64))
+    keys, values = cache.keys_and_values()
+    del cache
+    view.release_hook()
+    assert view.hook_installed()
+    del keys, values
+    assert not view.hook_installed()
 
 
 def test_without_mlx_lm_nothing_is_proven(monkeypatch):
