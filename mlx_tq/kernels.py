@@ -61,7 +61,7 @@ _MIN_ELEMENTS = 8  # MLX hands smaller inputs over in another address space
 _ROWS = "k_codes k_plane k_jl k_scale k_residual k_mean k_exact v_codes v_plane v_scale v_exact"
 _INPUTS = {
     "attend": f"query {_ROWS} mask k_signs k_jl_signs k_mix v_signs v_mix params consts",
-    "merge": "partial softmax sinks params consts",
+    "merge": "partial sinks params consts",
     "means": "keys params",
     "encode": "keys values k_mean k_signs k_jl_signs k_mix v_signs v_mix k_table v_table params consts",
     "decode": f"{_ROWS} k_signs k_jl_signs k_mix v_signs v_mix params consts",
@@ -76,8 +76,8 @@ _HEADERS = {
     "decode": "common.h tq.h",
 }
 _OUTPUTS = {
-    "attend": "partial softmax",
-    "attend_mma": "partial softmax",
+    "attend": "partial",
+    "attend_mma": "partial",
     "merge": "out",
     "means": "k_mean",
     "encode": "k_words k_scales v_words v_scales",
@@ -884,8 +884,8 @@ def _prepared_attend(
     first = _Launch(
         name,
         _shape_template(pair.format, dim, value_dim, **options),
-        ((batch, n_kv, rows, splits, value_dim), (batch, n_kv, rows, splits, 2)),
-        (mx.float32, mx.float32),
+        ((batch * n_kv * rows * splits * (value_dim + 2),),),
+        (mx.float32,),
         _grid(name, device, tiles * splits * (NSG if mma else 1), n_kv, batch),
         device,
     )
