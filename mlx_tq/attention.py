@@ -49,9 +49,8 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or options that do not go together.
     """
-    bare = mask is None and sinks is None and softcap is None
-    if bare and isinstance(q, mx.array) and isinstance(keys, PackedRows):
-        out = kernels.attend_again(q, keys, values, scale)
+    if isinstance(keys, PackedRows):
+        out = kernels.attend_again(q, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
         if out is not None:
             return out
     _check(q, keys, values, scale, mask, sinks, softcap)

@@ -9,8 +9,7 @@ import mlx.core as mx
 from .cache import TQKVCache
 from .codec import Layout
 from .format import TQFormat
-from .store import Store, StoredCache, causal_mask, most_exact
-from .view import TQView
+from .store import Fetched, Store, StoredCache, causal_mask, most_exact
 
 
 def _integers(name: str, values: Sequence[int] | mx.array, least: int | None = 0) -> tuple[int, ...]:
@@ -37,6 +36,8 @@ class TQBatchKVCache(StoredCache):
     Raises:
         ValueError: an unknown format or `fused`, or bad padding.
     """
+
+    _array_masks = True
 
     def __init__(
         self,
@@ -76,11 +77,13 @@ class TQBatchKVCache(StoredCache):
 
     # -------------------------------------------------------------- tokens in
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TQView, TQView]:
-        """Appends keys `(B, n_kv_heads, L, D)` and values `(B, n_kv_heads, L, Dv)`; returns views of all columns.
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Appends keys `(B, n_kv_heads, L, D)` and values `(B, n_kv_heads, L, Dv)`; returns all rows for attention.
 
-        The views attend to the appended rows exactly where the format has a window. Raises ValueError for shapes or
-        dtypes that do not fit what the cache holds; then nothing has been stored.
+        Those are arrays (`TQView`), but for callers whose source shows that they only attend, see `callers.py`: they
+        get what attention reads, packed rows once there are some. Attention sees the appended rows exactly where the
+        format has a window. Raises ValueError for shapes or dtypes that do not fit what the cache holds; then nothing
+        has been stored.
         """
         self._accept(keys, values)
         length, before = keys.shape[2], self._tokens(self._columns)
@@ -100,7 +103,7 @@ class TQBatchKVCache(StoredCache):
             self._packed = tuple(p + n for p, n in zip(self._packed, leaving, strict=True))
             # With a window, this call's attention sees the rows that are being packed as they came.
             layout = layout if self.format.paged else self._layout()
-        return self._views(exacts, layout)
+        return self._fetch(exacts, layout)
 
     def _right_padding(self, arrived: int) -> tuple[int, ...]:
         """Last tokens of each row that are right padding, or may be, of so many since `prepare`."""

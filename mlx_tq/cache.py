@@ -6,8 +6,7 @@ import mlx.core as mx
 
 from .codec import Layout
 from .format import TQFormat
-from .store import StoredCache, causal_mask
-from .view import TQView
+from .store import Fetched, StoredCache, causal_mask
 
 
 class TQKVCache(StoredCache):
@@ -36,16 +35,21 @@ class TQKVCache(StoredCache):
     def _layout(self) -> Layout:
         return Layout.uniform(self._batch, self._first, self._packed, self._recent)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TQView, TQView]:
-        """Appends keys `(B, n_kv_heads, L, D)` and values `(B, n_kv_heads, L, Dv)`; returns views of all rows.
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Appends keys `(B, n_kv_heads, L, D)` and values `(B, n_kv_heads, L, Dv)`; returns all rows for attention.
 
-        The views attend to the appended rows exactly where the format has a window. Raises ValueError for shapes or
-        dtypes that do not fit what the cache holds; then nothing has been stored.
+        Those are arrays (`TQView`), but for callers whose source shows that they only attend, see `callers.py`: they
+        get what attention reads, packed rows once there are some. Attention sees the appended rows exactly where the
+        format has a window. Raises ValueError for shapes or dtypes that do not fit what the cache holds; then nothing
+        has been stored.
         """
         self._accept(keys, values)
         self._batch, _, length, _ = keys.shape
         held, packed = self._first + self._recent, self._packed
-        exacts, (leaving,) = self._append(keys, values, [held], [packed], [length], [0])
+        if held + length < self._keys.exact_capacity:  # as with nearly all tokens: the short way
+            exacts, leaving = self._put(keys, values, [held]), 0
+        else:
+            exacts, (leaving,) = self._append(keys, values, [held], [packed], [length], [0])
         total = held + packed + length
         self._split(total, packed)
         # With a window, this call's attention sees the rows that are being packed as they came.
@@ -53,7 +57,7 @@ class TQKVCache(StoredCache):
         if leaving:
             self._split(total, packed + leaving)
             layout = layout if self.format.paged else self._layout()
-        return self._views(exacts, layout)
+        return self._fetch(exacts, layout)
 
     def _split(self, tokens: int, packed: int) -> None:
         """Sets what becomes of so many tokens: all but the packed ones are exact."""

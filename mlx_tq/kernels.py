@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import count, product
 from math import prod
 from operator import add
@@ -312,7 +312,7 @@ def self_test(device: str) -> SelfTest:
                 if problem is None:
                     break
             _tests[device] = SelfTest(problem, denormal, error, mma=mma)
-            _steps.clear()  # of kernels that failed, maybe
+            _last_calls.clear()  # of kernels that failed, maybe
             if problem is not None:
                 warnings.warn(f"mlx-tq uses MLX ops, not its {device} kernels: {problem}", RuntimeWarning, stacklevel=2)
         return _tests[device]
@@ -421,8 +421,7 @@ def _graph(function):
 
     MLX knows a compiled function by its address, also when it is gone: the number tells it from its successors.
     """
-    compiled, number = mx.compile(lambda _, *arrays: function(*arrays)), next(_serial)
-    return lambda *arrays: compiled(number, *arrays)
+    return partial(mx.compile(lambda _, *arrays: function(*arrays)), next(_serial))
 
 
 def _with_constants(launch: _Launch, given: tuple[str, ...], constants: dict[str, mx.array]):
@@ -473,7 +472,7 @@ def forget_launches() -> None:
     prepared = _prepared_attend, _prepared_decode, _prepared_encode
     for function in (_kernel, _pair, _attend_graph, _decode_graph, *prepared):
         function.cache_clear()
-    _steps.clear()
+    _last_calls.clear()
 
 
 def _shape_template(format: TQFormat, dim: int, value_dim: int, **options) -> tuple:
@@ -536,9 +535,10 @@ class _Pair:
             dtypes |= {f"{kind[0]}_{name}": stored for name, (_, stored, _) in regions.items()}
         held = tuple(name for name, shape in shapes.items() if shape is not None and prod(shape))
         self.places = {name: dtypes.get(name, mx.uint32) for name in shapes if name not in held}
-        # Inputs of a launch that each layer has its own of.
-        alike = self.one_layer and self.value_dim == self.dim
-        self.given = (*held, "k_signs", *["k_jl_signs"] * format.qjl, *["v_signs"] * (not alike))
+        # Inputs of a launch that each layer has its own of, those that change with each token last.
+        alike, exact = self.one_layer and self.value_dim == self.dim, ("k_exact", "v_exact")
+        signs = ("k_signs", *["k_jl_signs"] * format.qjl, *["v_signs"] * (not alike))
+        self.given = (*(n for n in held if n not in exact), *signs, *(n for n in exact if n in held))
 
     def check(self, layout: Layout) -> None:
         """Raises ValueError unless the arrays have room for such tokens."""
@@ -557,48 +557,52 @@ _pair = _prepared_once(_Pair)
 
 
 class _Found(NamedTuple):
-    """Inputs of two rows, kept with the keys: only exact rows change until tokens are packed."""
+    """Inputs of two rows but for exact ones, kept with the keys: they stay the same until tokens are packed."""
 
     regions: tuple[Regions | None, Regions | None]
-    value_layer: int
-    exact_shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    of: tuple  # what else they depend on, see `_depends`
     pair: _Pair
-    arrays: list[mx.array | None]
-    exact_at: tuple[int, ...]  # where the exact keys and values, which would be kept alive, go
+    arrays: list[mx.array]
 
-    def fits(self, device: str | None, keys: PackedRows, values: PackedRows, shapes: tuple) -> bool:
-        """Whether these rows have the same inputs, but for the contents of exact rows."""
-        return (
-            self.regions[0] is keys.regions
-            and self.regions[1] is values.regions
-            and self.value_layer == values.layer_index
-            and self.exact_shapes == shapes
-            and self.pair.device == device
-            and self.pair.value_dtype == values.dtype
-        )
+    def inputs(self, keys: PackedRows, values: PackedRows) -> tuple[PackedRows, _Pair, list[mx.array]]:
+        """As `keys.inputs`."""
+        exact = len(self.arrays) < len(self.pair.given)
+        return values, self.pair, [*self.arrays, keys.exact, values.exact] if exact else self.arrays
+
+
+def _depends(keys: PackedRows, values: PackedRows) -> tuple:
+    """What the inputs of a launch depend on, besides the regions and what is the same for all rows of a cache."""
+    k, v = keys.exact, values.exact
+    return None if k is None else k.shape, None if v is None else v.shape, values.layer_index, values.dtype
+
+
+def prepare_again(keys: PackedRows, values: PackedRows) -> bool:
+    """`prepare` for the rows of a cache where only exact rows changed since the last time; whether it was so."""
+    found = keys.memo.found
+    if found is None or found.regions[0] is not keys.regions or found.regions[1] is not values.regions:
+        return False
+    if found.of != _depends(keys, values) or keys.fused == "never":
+        return False
+    keys.inputs = found.inputs(keys, values)
+    return True
 
 
 def prepare(keys: PackedRows, values: PackedRows) -> tuple[_Pair, list[mx.array]]:
     """What launches over these rows share, and the arrays in its `given`."""
     device = backend()
-    if keys.inputs is not None and keys.inputs[0] is values and keys.inputs[1].device == device:
-        return keys.inputs[1:]
     if keys.memo is None:
         keys.memo = codec.Memo()
-    k, v, found = keys.exact, values.exact, keys.memo.found
-    shapes = None if k is None else k.shape, None if v is None else v.shape
-    if found is None or not found.fits(device, keys, values, shapes):
-        found = _find_inputs(device, keys, values, shapes)
-    arrays = found.arrays.copy()
-    if found.exact_at:
-        i, j = found.exact_at
-        arrays[i], arrays[j] = k, v
+    known = (keys.inputs is not None and keys.inputs[0] is values) or prepare_again(keys, values)
+    if known and keys.inputs[1].device == device:
+        return keys.inputs[1:]
+    found = _find_inputs(device, keys, values)
+    inputs = found.inputs(keys, values)
     if found is keys.memo.found:
-        keys.inputs = values, found.pair, arrays
-    return found.pair, arrays
+        keys.inputs = inputs
+    return inputs[1:]
 
 
-def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes: tuple) -> _Found:
+def _find_inputs(device: str, keys: PackedRows, values: PackedRows) -> _Found:
     k, v = _whole_blocks(keys.regions), _whole_blocks(values.regions)
     rows = dict(zip(_ROWS.split(), [*k, keys.exact, v.codes, v.plane, v.scale, values.exact], strict=True))
     pair = _pair(
@@ -607,11 +611,8 @@ def _find_inputs(device: str, keys: PackedRows, values: PackedRows, exact_shapes
         tuple([None if a is None else a.shape for a in rows.values()]),
     )
     signs = {"k_signs": keys.signs[0], "k_jl_signs": keys.signs[1], "v_signs": values.signs[0]}
-    arrays = [(rows | signs)[name] for name in pair.given]
-    exact_at = tuple(i for i, name in enumerate(pair.given) if name in ("k_exact", "v_exact"))
-    for i in exact_at:
-        arrays[i] = None
-    found = _Found((keys.regions, values.regions), values.layer_index, exact_shapes, pair, arrays, exact_at)
+    arrays = [(rows | signs)[name] for name in pair.given if not name.endswith("exact")]
+    found = _Found((keys.regions, values.regions), _depends(keys, values), pair, arrays)
     padded = any(made is not rows.regions and made.codes is not None for made, rows in ((k, keys), (v, values)))
     if not padded:  # what is not evaluated yet belongs to this thread's stream
         keys.memo.found = found
@@ -831,27 +832,35 @@ def _attend_part(q, keys: PackedRows, values: PackedRows, scale, mask, sinks, so
     )
     bare = mask is None and sinks is None and softcap is None
     if bare and last == keys.layout.length and type(scale) is float:
-        if len(_steps) > 256:
-            _steps.clear()
-        _steps[pair, keys.layout, q.shape, q.dtype, scale, stream] = graph, params
+        if len(_last_calls) > 256:
+            _last_calls.clear()
+        call = keys.layout, scale, q.shape, q.dtype, mx.default_stream(mx.default_device())
+        _last_calls[pair] = call, graph, params
     return graph(q, *rows, *more, params, *(() if sinks is None else (_padded(sinks),)))
 
 
-# What `attend_again` finds: graphs and params of launches that went through all checks; a few for each step of a model.
-_steps: dict[tuple, tuple] = {}
+# What `attend_again` finds: the last call over each pair that went through all checks, its graph and its params.
+_last_calls: dict[_Pair, tuple] = {}
+_NO_CALL = None, None, None
 
 
-def attend_again(q: mx.array, keys: PackedRows, values: PackedRows, scale: float) -> mx.array | None:
-    """`attend` without mask, sinks and soft-cap where a call like this was checked before, else None.
+def attend_again(
+    q, keys: PackedRows, values: PackedRows, *, scale, mask=None, sinks=None, softcap=None, **other
+) -> mx.array | None:
+    """`attention.attention` where the last call like this was the same, without options, else None.
 
     The layers of a model make the same call one after the other, for each token. `inputs` of keys say that values with
     the same tokens go with them: only the views of a cache and calls that were checked leave some.
     """
-    if keys.inputs is None or keys.inputs[0] is not values or type(scale) is not float:
+    if mask is not None or sinks is not None or softcap is not None or other or keys.inputs is None:
         return None
-    _, pair, rows = keys.inputs
-    found = _steps.get((pair, keys.layout, q.shape, q.dtype, scale, _stream()))
-    return None if found is None else found[0](q, *rows, found[1])
+    given, pair, rows = keys.inputs
+    if given is not values or type(scale) is not float or type(q) is not mx.array:
+        return None
+    call, graph, params = _last_calls.get(pair, _NO_CALL)
+    if call != (keys.layout, scale, q.shape, q.dtype, mx.default_stream(mx.default_device())):
+        return None
+    return graph(q, *rows, params)
 
 
 @_prepared_once

@@ -31,11 +31,13 @@ from .codec import (
 from .format import TQFormat
 from .packing import Regions, region_shapes
 from .rotation import layer_signs, to_dtype
-from .view import TQView, hook_installed, install_hook, keep_hook, views
+from .view import TQView, keep_hook, takes_rows, views
 
 STATE_VERSION = 2
 FUSED = ("auto", "require", "never")
 _MIN_CAPACITY = 256
+# What an update returns: views, or, where nothing but attention sees it, packed rows or, while none is, all rows.
+Fetched = tuple[TQView, TQView] | tuple[PackedRows, PackedRows] | tuple[mx.array, mx.array]
 
 
 def _room(tokens: int) -> int:
@@ -49,7 +51,7 @@ def write_rows(array: mx.array, starts: Sequence[int], new: mx.array, rows: Sequ
     Shapes: array `(B, H, capacity, ...)`, new `(R, H, n, ...)` for the R batch rows `rows`, or for all.
     """
     count = new.shape[2]
-    if rows is None and len(set(starts)) > 1:
+    if rows is None and len(starts) > 1 and len(set(starts)) > 1:
         index = mx.array(np.array(starts, np.int32)[:, None, None] + np.arange(count, dtype=np.int32))
         return mx.put_along_axis(array, index.reshape(index.shape + (1,) * (array.ndim - 3)), new, axis=2)
     out = array.__copy__()  # mx.array(array) would be one more node of the graph
@@ -325,6 +327,8 @@ class StoredCache:
     `_counts()` and `_set_counts(header)`.
     """
 
+    _array_masks = False  # whether masks of attention to it are arrays, which the kernels take their own way
+
     def __init__(self, format: TQFormat | str | None, layer_index: int, fused: str):
         if fused not in FUSED:
             raise ValueError(f"fused must be one of {FUSED}, got {fused!r}")
@@ -349,8 +353,6 @@ class StoredCache:
 
     def _accept(self, keys: mx.array, values: mx.array) -> None:
         """Checks new rows, but for those like the last ones; the first ones say what the cache holds."""
-        if not hook_installed():
-            install_hook()
         check_array("keys", keys)
         check_array("values", values)
         rows = keys.shape, values.shape, keys.dtype, values.dtype, self._batch
@@ -374,9 +376,7 @@ class StoredCache:
         """
         length = keys.shape[2]
         if min(new) == length and max(held) + length < self._keys.exact_capacity:
-            self._keys.put_exact(keys, held)
-            self._values.put_exact(values, held)
-            return [self._keys.exact, self._values.exact], [0] * len(held)
+            return self._put(keys, values, held), [0] * len(held)
         stores = self._stores
         paged = self.format.paged
         total = [h + n for h, n in zip(held, new, strict=True)]
@@ -404,6 +404,12 @@ class StoredCache:
             if paged:
                 return exacts, leaving
         return [store.exact for store in stores], leaving
+
+    def _put(self, keys: mx.array, values: mx.array, held: list[int]) -> tuple[mx.array, mx.array]:
+        """Stores rows `(B, H, L, D)` behind held[i] exact ones, which have room; returns all exact rows."""
+        self._keys.put_exact(keys, held)
+        self._values.put_exact(values, held)
+        return self._keys.exact, self._values.exact
 
     def _pack_rows(self, exacts: list[mx.array], first: list[int], packed: list[int], rows: list[int], count: int):
         """Packs `count` exact tokens, behind the first ones, of the batch rows `rows`."""
@@ -456,11 +462,19 @@ class StoredCache:
 
     # -------------------------------------------------------------- tokens held
 
-    def _views(self, exacts: Sequence[mx.array | None], layout: Layout) -> tuple[TQView, TQView]:
-        """What `update_and_fetch`, which calls this, returns to its caller."""
-        keys = self._keys.snapshot(exacts[0], layout, self.fused)
-        values = self._values.snapshot(exacts[1], layout, self.fused)
-        return views(keys, values, sys._getframe(2))
+    def _fetch(self, exacts: Sequence[mx.array | None], layout: Layout) -> Fetched:
+        """What `update_and_fetch`, which calls this, returns to its caller: see there."""
+        bare = takes_rows(sys._getframe(2))
+        k, v = exacts
+        if bare and self._keys.regions is None and k is not None and not self._array_masks:
+            length = layout.length
+            return k[:, :, :length], v[:, :, :length]
+        keys = self._keys.snapshot(k, layout, self.fused)
+        values = self._values.snapshot(v, layout, self.fused)
+        if not bare:
+            return views(keys, values)
+        kernels.prepare_again(keys, values)  # now, for all that attend to these rows
+        return keys, values
 
     @property
     def rows(self) -> tuple[PackedRows, PackedRows]:

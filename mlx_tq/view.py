@@ -26,20 +26,17 @@ _leaving = False  # whether the hook goes with the last of them
 # Views are decoded, should a model read them, in memory for a multiple of so many tokens: MLX takes up to a millisecond
 # to make the graph for another size, and each token would need one.
 _STEP = 256
-_NOTHING = mx.zeros((0,))
 
 
 class TQView(mx.array):
     """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
 
     Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows. A
-    view that was changed in place has no `rows` any more. A `plain` one holds all rows as they came. A `bare` one is
-    for callers that only attend: its array is empty, so that it can't be taken for rows.
+    view that was changed in place has no `rows` any more. A `plain` one holds all rows as they came.
     """
 
     rows: PackedRows | None = None
     plain: bool = False
-    bare: bool = False
 
 
 def _forget_rows(change):
@@ -56,24 +53,24 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
         setattr(TQView, f"__{_name}__", _forget_rows(getattr(mx.array, f"__{_name}__")))
 
 
-def views(keys: PackedRows, values: PackedRows, caller: FrameType | None = None) -> tuple[TQView, TQView]:
-    """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype.
-
-    Once some rows are packed they are bare for a `caller`, the frame of who gets them, that only attends, unless
-    somebody put another function in the hook's place. Who does so between an update and its attention gets them, too.
-    """
+def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
+    """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
     plain = plain_rows(keys, values)
-    bare = plain is None and caller is not None and mx.fast.scaled_dot_product_attention is _hook
-    if bare and only_attends(caller):
-        if keys.memo.found is not None or _fused(keys, values):
-            kernels.prepare(keys, values)  # finds out now what each attention to these views needs
-        k, v = TQView(_NOTHING), TQView(_NOTHING)
-        k.bare = v.bare = True
-    else:
-        k, v = map(TQView, plain or _decoded(keys, values))
-        k.plain = v.plain = plain is not None
+    k, v = map(TQView, plain or _decoded(keys, values))
+    k.plain = v.plain = plain is not None
     k.rows, v.rows = keys, values
     return k, v
+
+
+def takes_rows(caller: FrameType) -> bool:
+    """Whether an update may return rows as they are, not as views, to the function that runs in `caller`.
+
+    It may where that function only attends, by our hook. Where somebody puts another function in the hook's place
+    between an update and its attention, that one gets them, too.
+    """
+    if _original is None:
+        install_hook()
+    return mx.fast.scaled_dot_product_attention is _hook and only_attends(caller)
 
 
 def _fused(keys: PackedRows, values: PackedRows) -> bool:
@@ -99,16 +96,21 @@ def install_hook() -> None:
 
     @functools.wraps(original)
     def scaled_dot_product_attention(q, k, v, *args, **kwargs):
-        if type(k) is TQView and type(v) is TQView and k.rows and v.rows and not args:
-            return _attend(original, q, k, v, **kwargs)
-        return original(q, _whole(k), _whole(v), *args, **kwargs)
+        if type(k) is PackedRows and not args:
+            out = kernels.attend_again(q, k, v, **kwargs)
+            if out is not None:
+                return out
+        keys, values = _rows(k), _rows(v)
+        if keys is not None and values is not None and not args:
+            return _attend(original, q, k, v, keys, values, **kwargs)
+        return original(q, _array(k), _array(v), *args, **kwargs)
 
     _original = original
     mx.fast.scaled_dot_product_attention = _hook = scaled_dot_product_attention
 
 
 def keep_hook(memo: Memo) -> None:
-    """Lets `release_hook` wait until a cache and its rows, which share the memo, are gone: bare views need the hook."""
+    """Lets `release_hook` wait until a cache and its rows, which share the memo, are gone: they need the hook."""
     if id(memo) not in _users:
         _users.add(id(memo))
         weakref.finalize(memo, _forget_user, id(memo)).atexit = False
@@ -129,7 +131,7 @@ def release_hook() -> None:
 
 
 def remove_hook() -> None:
-    """Puts MLX's own function back. Views but bare ones are still right, by decoding all rows; an update reinstalls."""
+    """Puts MLX's own function back. Views are still right, by decoding all rows; an update reinstalls."""
     global _original
     if _original is not None:
         mx.fast.scaled_dot_product_attention = _original
@@ -140,24 +142,32 @@ def hook_installed() -> bool:
     return _original is not None
 
 
-def _attend(original, q, k, v, *, scale, mask=None, sinks=None, stream=None, **other):
-    if k.plain and v.plain and sinks is None and is_usual(q, k.rows, v.rows, mask, None, None):
+def _attend(original, q, k, v, keys, values, *, scale, mask=None, sinks=None, stream=None, **other):
+    """Attention to the rows of k and v."""
+    plain = type(k) is TQView and type(v) is TQView and k.plain and v.plain
+    if plain and sinks is None and is_usual(q, keys, values, mask, None, None):
         # What `attention` would do after checks that take longer.
         return original(q, k, v, scale=scale, mask=mask, stream=stream, **other)
-    keys, values = _key_and_value(k.rows) if v is k else (k.rows, v.rows)
+    if keys is values:
+        keys, values = _key_and_value(keys)
     if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:
-        return original(q, _whole(k), _whole(v), scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
+        return original(q, _array(k), _array(v), scale=scale, mask=mask, sinks=sinks, stream=stream, **other)
     if stream is None:
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
     with mx.stream(stream):
         return attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def _whole(array):
-    """The array, or the decoded rows of a bare view."""
-    if type(array) is not TQView or not array.bare:
-        return array
-    return decode_keys(array.rows) if array.rows.kind == "keys" else decode_values(array.rows)
+def _rows(x) -> PackedRows | None:
+    """The packed rows that x is, or is a view of."""
+    return x.rows if type(x) is TQView else x if type(x) is PackedRows else None
+
+
+def _array(x):
+    """What x is for MLX's own function."""
+    if type(x) is not PackedRows:
+        return x
+    return decode_keys(x) if x.kind == "keys" else decode_values(x)
 
 
 def _key_and_value(keys: PackedRows) -> tuple[PackedRows, PackedRows]:

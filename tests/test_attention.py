@@ -781,7 +781,7 @@ def test_a_call_like_one_before_is_checked_as_well(fused_kernels):
     q = normal(3, 1, 4, 1, 64)
     for _ in range(3):
         check(fused, q, *rows)
-        assert kernels.attend_again(q, *rows, 0.125) is not None
+        assert kernels.attend_again(q, *rows, scale=0.125) is not None
     check(fused, q, *rows, scale=0.5)
     check(fused, q, *rows, scale=np.array(0.125))
     check(fused, normal(4, 1, 8, 1, 64), *rows)
@@ -803,7 +803,7 @@ def test_a_call_like_one_before_is_checked_as_well(fused_kernels):
     check(fused, q, *rows)  # the rows of before
     check(fused, q, *cache.rows)
     with mx.stream(mx.new_stream(mx.default_device())):
-        assert kernels.attend_again(q, *rows, 0.125) is None
+        assert kernels.attend_again(q, *rows, scale=0.125) is None
 
 
 def test_results_beyond_float16_are_its_largest_numbers(path):

@@ -1,4 +1,4 @@
-"""Which callers of a cache get bare views, that is, no decode stands ready for them."""
+"""Which callers of a cache get rows as they are, so that no decode stands ready for them."""
 
 import copy
 import importlib.util
@@ -19,6 +19,9 @@ from mlx_lm.models import base, llama
 
 import mlx_tq
 from mlx_tq import TQKVCache, callers, store, view
+from mlx_tq.batch import TQBatchKVCache
+from mlx_tq.codec import PackedRows
+from mlx_tq.view import TQView
 
 STOCK = view._original or mx.fast.scaled_dot_product_attention
 _serial = count()
@@ -31,7 +34,7 @@ def nothing_known():
 
 
 def written(tmp_path, text):
-    """The module of a text, and the views that its function `attend(q, keys, values, cache)` gets."""
+    """The module of a text, which has a function `attend(q, keys, values, cache)`."""
     name = f"caller_{next(_serial)}"
     path = tmp_path / f"{name}.py"
     path.write_text(f"from mlx_lm.models.base import scaled_dot_product_attention\nimport mlx.core as mx\n{text}")
@@ -42,21 +45,22 @@ def written(tmp_path, text):
 
 
 def bare(module, monkeypatch):
-    """Whether `attend` got bare views; what it returns must be attention to all rows."""
-    seen, make = [], store.views
+    """Whether `attend` got rows as they are; what it returns must be attention to all rows."""
+    seen, takes_rows = [], store.takes_rows
 
-    def views(*args):
-        out = make(*args)
-        seen.append((*map(decode64, args[:2]), out[0].bare, out[1].bare))
-        return out
+    def recorded(frame):
+        seen.append(takes_rows(frame))
+        return seen[-1]
 
-    monkeypatch.setattr(store, "views", views)
+    monkeypatch.setattr(store, "takes_rows", recorded)
     q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
-    got = module.attend(q, k, v, TQKVCache("k4v4"))
-    ((keys, values, *bare),) = seen
-    assert max_error(got, attention64(q, keys, values, 0.125, "causal")) < 3e-6
-    assert bare[0] == bare[1]
-    return bare[0]
+    for format in ("k4v4", "default"):  # all of it packed, and nothing
+        cache = TQKVCache(format)
+        got = module.attend(q, k, v, cache)
+        keys, values = map(decode64, cache.rows)
+        assert max_error(got, attention64(q, keys, values, 0.125, "causal")) < 3e-6
+    assert seen[0] == seen[1]
+    return seen[0]
 
 
 HEAD = "def attend(q, keys, values, cache):"
@@ -228,12 +232,12 @@ def update(keys, values, cache):
 
 
 @pytest.mark.parametrize("name", ONLY)
-def test_a_caller_that_only_attends_gets_bare_views(name, tmp_path, monkeypatch):
+def test_a_caller_that_only_attends_gets_rows_as_they_are(name, tmp_path, monkeypatch):
     assert bare(written(tmp_path, ONLY[name]), monkeypatch)
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_any_other_gets_rows(name, tmp_path, monkeypatch):
+def test_any_other_gets_views(name, tmp_path, monkeypatch):
     assert not bare(written(tmp_path, MORE[name]), monkeypatch)
 
 
@@ -245,7 +249,7 @@ def test_a_file_that_changed_or_went_away_proves_nothing(tmp_path, monkeypatch):
         assert not bare(module, monkeypatch)
 
 
-def test_attention_that_was_replaced_gets_rows(monkeypatch, tmp_path):
+def test_attention_that_was_replaced_gets_views(monkeypatch, tmp_path):
     module = written(tmp_path, ONLY["straight"])
     assert bare(module, monkeypatch)
     monkeypatch.undo()
@@ -288,8 +292,8 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_a_view_beside_an_array(name, tmp_path):
-    """The source allows it, so the hook decodes the view."""
+def test_packed_rows_beside_an_array(name, tmp_path):
+    """The source allows it, so the hook decodes the rows."""
     update, inputs = ONE[name]
     text = f"{HEAD}\n    {update}\n    return scaled_dot_product_attention({inputs}, scale=0.125, mask='causal')\n"
     q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
@@ -301,7 +305,7 @@ def test_a_view_beside_an_array(name, tmp_path):
     assert max_error(got, attention64(q, k, v, 0.125, "causal")) < 3e-6
 
 
-def test_a_hook_of_others_gets_rows(monkeypatch, tmp_path):
+def test_a_hook_of_others_gets_views(monkeypatch, tmp_path):
     """Some wrap MLX's function, after us, to look at what it gets."""
     view.install_hook()
     ours, shapes = mx.fast.scaled_dot_product_attention, []
@@ -312,23 +316,39 @@ def test_a_hook_of_others_gets_rows(monkeypatch, tmp_path):
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", theirs)
     assert not bare(written(tmp_path, ONLY["straight"]), monkeypatch)
-    assert shapes == [(1, 2, 90, 64)]
+    assert shapes == [(1, 2, 90, 64)] * 2
 
 
-def test_what_attention_does_not_take_is_decoded(monkeypatch):
-    """Pairs of views that ours does not know reach MLX's function with rows."""
-    monkeypatch.setattr(view, "only_attends", lambda frame: True)
-    cache = TQKVCache("k4v4")
+def test_what_attention_does_not_take_is_decoded():
+    """Pairs that ours does not know reach MLX's function as arrays."""
+    cache, other, q = TQKVCache("k4v4"), TQKVCache("tq3"), normal(0, 1, 4, 3, 64)
     cache.update_and_fetch(normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64))
-    keys, values = view.views(*cache.rows, sys._getframe())
-    q, got = normal(0, 1, 4, 3, 64), []
-    other = TQKVCache("tq3")
     other.update_and_fetch(normal(1, 1, 2, 60, 64), normal(2, 1, 2, 60, 64))
-    unlike, full = view.views(*other.rows, sys._getframe())[1], other.keys_and_values()[1]
-    for k, v in ((keys, values), (values, keys), (keys, keys), (unlike, full)):
-        got.append(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125))
-        want = attention64(q, decode64(k.rows), decode64(v.rows), 0.125)
-        assert max_error(got[-1], want) < 3e-6
+    (keys, values), (_, unlike), (full, _) = cache.rows, other.rows, other.keys_and_values()
+    for k, v in ((keys, values), (values, keys), (keys, keys), (full, unlike), (unlike, full)):
+        got = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125)
+        want = attention64(q, *(decode64(getattr(x, "rows", x)) for x in (k, v)), 0.125)
+        assert max_error(got, want) < 3e-6
+
+
+@pytest.mark.parametrize("make", (TQKVCache, lambda format: TQBatchKVCache([0], format)))
+def test_what_callers_get(make, tmp_path, monkeypatch):
+    """Packed rows, or arrays while none is packed, but for masks that are arrays; views where more is done."""
+    view.install_hook()
+    hook, got = mx.fast.scaled_dot_product_attention, []
+
+    def recorded(q, k, v, **options):
+        got.append((type(k), type(v)))
+        return hook(q, k, v, **options)
+
+    monkeypatch.setattr(view, "_hook", recorded)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    for format, kind in (("default", mx.array if make is TQKVCache else PackedRows), ("k4v4", PackedRows)):
+        for text, want in ((ONLY["straight"], kind), (MORE["reads the shape"], TQView)):
+            q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
+            written(tmp_path, text).attend(q, k, v, make(format))
+            assert got[0] == (want, want)
+            got.clear()
 
 
 def test_llama_decodes_nothing(monkeypatch):
