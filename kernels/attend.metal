@@ -17,13 +17,15 @@ const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup
 const int item = threadgroup_position_in_grid.x * NSG + sg;
 const int kv_head = threadgroup_position_in_grid.y, batch = threadgroup_position_in_grid.z;
 const int tile = item % tiles, split = item / tiles;
-const size_t slot = batch * size_t(params[12]) + kv_head;  // which sequence of tokens
+const uint slot = batch * params[12] + kv_head;  // which sequence of tokens
 
-TQ_THREADGROUP float scratch[NSG * R * MAX_D];
-TQ_THREADGROUP float4 token_weights[NSG * R * 8];  // float4 so that load_rows may read four at a time
+// float4, because vectors of them are read and written where that is less code.
+TQ_THREADGROUP float4 scratch[NSG * R * MAX_D / 4], token_weights[NSG * R * 8];
 TQ_THREADGROUP float levels[32];
-if (sg == 0) levels[lane] = consts[8 + lane];
-threadgroup_barrier(mem_flags::mem_threadgroup);
+if (LLOYD) {
+  if (sg == 0) levels[lane] = consts[8 + lane];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
 if (split >= splits) return;
 
 // Where the tokens of this batch row are. Offsets within a sequence have 32 bits, those of sequences 64.
@@ -37,8 +39,9 @@ const uint kl = lane % LK, kg = lane / LK, vl = lane % LV, vg = lane / LV;
 const uint k_chunk = min(kl, uint(D / C - 1)), v_chunk = min(vl, uint(DV / CV - 1));
 const uint own = kl / J, own_token = kg * LK + kl % J * R;
 const int first_row = tile * R, rows = G * L, row = min(first_row + int(own), rows - 1);
+const uint query_row = query_at(slot, row, G, L);
 
-threadgroup float* queries = scratch + sg * R * MAX_D;
+threadgroup float* queries = (threadgroup float*)scratch + sg * R * MAX_D;
 // Weights of token t and all query rows are at weights_of(t); each lane writes those of its row, R tokens.
 threadgroup float* own_weights = (threadgroup float*)token_weights + (sg * R * 32 + own_token + own);
 threadgroup const float* group_weights = (threadgroup float*)token_weights + (sg * R * 32 + vg * LV);
@@ -46,23 +49,20 @@ threadgroup const float* group_weights = (threadgroup float*)token_weights + (sg
 // Read the queries, rotate them for codes, and keep this lane's coordinates, those of its own row first: see own_row.
 #pragma unroll 1
 for (int r = 0; r < R; ++r) {
-  read_query<D>(query_row(query, slot, min(first_row + r, rows - 1), G, L, D), consts[0], lane, queries + r * D);
+  read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, queries + r * D);
   if (coded && KB != RAW) rotate_row<D>(queries + r * D, k_signs, k_mix, consts[4], lane);
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
 const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
 // Sums start so that codes are symmetric, and that a bit of a sketch that is not set counts -1.
-float q[R * C], q_jl[QJL ? R * C : 1], k_start[R], jl_start[QJL ? R : 1];
+const bool has_chunk = LK * C == D || kl * C < D;
+threadgroup const float* own_chunk = queries + k_chunk * C;
+float q[R * C], q_jl[QJL ? R * C : C], k_start[R], jl_start[QJL ? R : 1];
 #pragma unroll
 for (int r = 0; r < R; ++r) {
-  float sum = 0.0f;
+  k_start[r] = -k_code.offset * load_query<C>(own_chunk + (r ^ own) * D, has_chunk, q + r * C);
 #pragma unroll
-  for (int e = 0; e < C; ++e) {
-    const float y = queries[(r ^ own) * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
-    sum += x;
-    q[r * C + e] = x * coordinate_scale<KB, LLOYD, DENORMAL>(e);
-  }
-  k_start[r] = -sum * k_code.offset;
+  for (int e = 0; e < C; ++e) q[r * C + e] *= coordinate_scale<KB, LLOYD, DENORMAL>(e);
 }
 if (QJL && coded) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -73,25 +73,21 @@ if (QJL && coded) {
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    float sum = 0.0f;
+    thread float* sketch = q_jl + (QJL ? r * C : 0);
+    jl_start[QJL ? r : 0] = -load_query<C>(own_chunk + (r ^ own) * D, has_chunk, sketch);
 #pragma unroll
-    for (int e = 0; e < C; ++e) {
-      const float y = queries[(r ^ own) * D + k_chunk * C + e], x = kl * C < D ? y : 0.0f;
-      sum += x;
-      q_jl[QJL ? r * C + e : 0] = x * 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
-    }
-    jl_start[QJL ? r : 0] = -sum;
+    for (int e = 0; e < C; ++e) sketch[e] *= 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
   }
 }
 if (CENTERED && coded) {  // means are not rotated; a lane reads what it writes here
   simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll 1
   for (int r = 0; r < R; ++r)
-    read_query<D>(query_row(query, slot, min(first_row + r, rows - 1), G, L, D), consts[0], lane, queries + r * D);
+    read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, queries + r * D);
 }
 
 // This lane's places in the packed rows, which move on with the blocks.
-const size_t at_packed = slot * capacity, at_exact = slot * exact_capacity;
+const size_t at_packed = size_t(slot) * capacity, at_exact = size_t(slot) * exact_capacity;
 const uint begin = blocks.begin * 32, k_begin = begin + kg * LK, v_begin = begin + vg * LV;
 auto k_at = chunk_of<D, C, WK>(k_codes + at_packed * row_size(D, KB), k_begin, k_chunk);
 auto k_plane_at = chunk_of<D, C, 1>(k_plane + (KB == 3 ? at_packed * row_words(D, 1) : 0), k_begin, k_chunk);
@@ -101,7 +97,7 @@ auto k_scale_at = k_scale + at_packed + (begin + own_token);
 auto v_scale_at = v_scale + at_packed + (begin + own_token);
 auto v_at = chunk_of<DV, CV, WV>(v_codes + at_packed * row_size(DV, VB), VB == RAW ? 0 : v_begin, v_chunk);
 auto v_plane_at = chunk_of<DV, CV, 1>(v_plane + (VB == 3 ? at_packed * row_words(DV, 1) : 0), v_begin, v_chunk);
-auto mean_at = k_mean + slot * mean_pages * D;
+auto mean_at = k_mean + size_t(slot * mean_pages) * D;
 if (!coded) {  // rows of `k_exact` and `v_exact`
   k_at = retyped(k_exact + (at_exact * D + k_chunk * C), k_at);
   v_at = retyped(v_exact + (at_exact * DV + v_chunk * CV), v_at);
@@ -146,8 +142,7 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
       }
     }
 #pragma unroll
-    for (int i = 1; i < R; ++i) score[i - 1] = score[i];
-    score[R - 1] = sum;
+    for (int i = 0; i < R; ++i) score[i] = i == n ? sum : score[i];
   }
   if (coded) {
     if (CENTERED && (mean_score == LOWEST || start % PAGE == 0)) {
@@ -273,13 +268,13 @@ if (vg == 0 && vl * CV < DV) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
 #pragma unroll
-    for (int e = 0; e < CV; ++e) queries[r * DV + vl * CV + e] = acc[r * CV + e];
+    for (int n = 0; n < CV / 4; ++n) store_four(acc + r * CV + 4 * n, queries + r * DV + vl * CV + 4 * n);
   }
 }
 const float total = row_sum<R, J>(denominator);
-device float* softmax = partial + size_t(params[13]) * splits * DV;
+device float* softmax = partial + size_t(params[13] * splits) * DV;
 if (lane % J == 0 && kg == 0 && first_row + int(own) < rows) {
-  const size_t at = (slot * rows + first_row + own) * splits + split;
+  const uint at = (slot * rows + first_row + own) * splits + split;
   softmax[at * 2] = top;
   softmax[at * 2 + 1] = total;
 }

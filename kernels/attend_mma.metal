@@ -73,7 +73,7 @@ constexpr float BASE = PLAIN ? LOG2E : 1.0f;
 // codes, in units that make whole numbers of 16 bits of them.
 for (int r = sg; r < R; r += NSG) {
   const bool there = first_row + r < rows;
-  device const T* from = query_row(query, slot, there ? first_row + r : 0, G, L, D);
+  device const T* from = query + size_t(query_at(slot, there ? first_row + r : 0, G, L)) * D;
   threadgroup float* y = rotated + r * D;
   const int set = r / 4, column = r % 4 * 2;
   float largest = 0.0f, sum = 0.0f;

@@ -53,23 +53,39 @@ constexpr float code_offset() {
 
 // The stages of the transform of size P from coordinates H apart on, over those that lie 32 apart in v.
 template <int H, int P, int N>
-TQ_FUNC void butterflies(thread float* v, uint lane) {
+TQ_FUNC void own_butterflies(thread float* v) {
   if constexpr (H < P) {
-    if constexpr (H < 32) {
-      const float sign = lane & H ? -1.0f : 1.0f;
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = fma(sign, v[n], simd_shuffle_xor(v[n], ushort(H)));
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        if (n & H / 32) continue;
-        const float a = v[n], b = v[n + H / 32];
-        v[n] = a + b;
-        v[n + H / 32] = a - b;
-      }
+    for (int n = 0; n < N; ++n) {
+      if (n & H / 32) continue;
+      const float a = v[n], b = v[n + H / 32];
+      v[n] = a + b;
+      v[n + H / 32] = a - b;
     }
-    butterflies<2 * H, P, N>(v, lane);
+    own_butterflies<2 * H, P, N>(v);
   }
+}
+
+// The stage of coordinates h apart, which other lanes have.
+template <int N>
+TQ_FUNC void lane_butterflies(thread float* v, int h, uint lane) {
+  const float sign = lane & h ? -1.0f : 1.0f;
+#pragma unroll
+  for (int n = 0; n < N; ++n) v[n] = fma(sign, v[n], simd_shuffle_xor(v[n], ushort(h)));
+}
+
+// All stages. LOOP makes those across lanes a loop: slower, but half of the code.
+template <int P, int N, bool LOOP>
+TQ_FUNC void butterflies(thread float* v, uint lane) {
+  constexpr int END = P < 32 ? P : 32;
+  if (LOOP) {
+#pragma unroll 1
+    for (int h = 1; h < END; h *= 2) lane_butterflies<N>(v, h, lane);
+  } else {
+#pragma unroll
+    for (int h = 1; h < END; h *= 2) lane_butterflies<N>(v, h, lane);
+  }
+  own_butterflies<32, P, N>(v);
 }
 
 // How many values of a row a lane may hold, those at lane, lane + 32 and so on, and whether the row has the one at n.
@@ -93,10 +109,10 @@ TQ_FUNC void store_row(thread const float* v, threadgroup float* row, uint lane)
 
 // H x over the D values that lanes hold, 0 past them, natural order, as mlx_tq/rotation.py adds them. mix: rows of the
 // Paley matrix, bit b set where column b is +1. x: room for a row.
-template <int D>
+template <int D, bool LOOP = false>
 TQ_FUNC void hadamard(thread float* v, threadgroup float* x, device const uint* mix, uint lane) {
   constexpr int P = power_part(D), M = D / P;
-  butterflies<1, P, share(D)>(v, lane);
+  butterflies<P, share(D), LOOP>(v, lane);
   if (M == 1) return;
   store_row<D>(v, x, lane);
 #pragma unroll
@@ -115,32 +131,33 @@ TQ_FUNC void hadamard(thread float* v, threadgroup float* x, device const uint* 
 }
 
 // The rotation of a row, and back: v becomes RHT(v). norm is 1 / sqrt(D).
-template <int D>
+template <int D, bool LOOP = false>
 TQ_FUNC void rotate_held(
     thread float* v, threadgroup float* x, device const float* signs, device const uint* mix, float norm, uint lane) {
 #pragma unroll
   for (int n = 0; n < share(D); ++n)
     if (holds(D, n, lane)) v[n] *= signs[32 * n + lane];
-  hadamard<D>(v, x, mix, lane);
+  hadamard<D, LOOP>(v, x, mix, lane);
 #pragma unroll
   for (int n = 0; n < share(D); ++n) v[n] *= norm;
 }
 
-template <int D>
+template <int D, bool LOOP = false>
 TQ_FUNC void rotate_held_back(
     thread float* v, threadgroup float* x, device const float* signs, device const uint* mix, float norm, uint lane) {
-  hadamard<D>(v, x, mix, lane);
+  hadamard<D, LOOP>(v, x, mix, lane);
 #pragma unroll
   for (int n = 0; n < share(D); ++n)
     if (holds(D, n, lane)) v[n] *= norm * signs[32 * n + lane];
 }
 
-// The same for rows in threadgroup memory. Lane i % 32 reads y[i]: what another lane wrote there needs a barrier before.
+// The same for rows in threadgroup memory, in small code. Lane i % 32 reads y[i]: what another lane wrote there needs a
+// barrier before.
 template <int D>
 TQ_FUNC void hadamard_row(threadgroup float* y, device const uint* mix, uint lane) {
   float v[share(D)];
   load_row<D>(y, v, lane);
-  hadamard<D>(v, y, mix, lane);
+  hadamard<D, true>(v, y, mix, lane);
   store_row<D>(v, y, lane);
 }
 
@@ -148,7 +165,7 @@ template <int D>
 TQ_FUNC void rotate_row(threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
   float v[share(D)];
   load_row<D>(y, v, lane);
-  rotate_held<D>(v, y, signs, mix, norm, lane);
+  rotate_held<D, true>(v, y, signs, mix, norm, lane);
   store_row<D>(v, y, lane);
 }
 
@@ -157,7 +174,7 @@ TQ_FUNC void rotate_row_back(
     threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
   float v[share(D)];
   load_row<D>(y, v, lane);
-  rotate_held_back<D>(v, y, signs, mix, norm, lane);
+  rotate_held_back<D, true>(v, y, signs, mix, norm, lane);
   store_row<D>(v, y, lane);
 }
 
@@ -169,10 +186,9 @@ TQ_FUNC T narrow(float x, float top) {
 
 // ---------------------------------------------------------------- who reads which tokens
 
-// Query row `row` of a KV head: query `row / G` of head `row % G`.
-template <typename T>
-TQ_FUNC device const T* query_row(device const T* query, size_t slot, int row, int G, int L, int dim) {
-  return query + ((slot * G + row % G) * L + row / G) * dim;
+// Where query row `row` of a KV head is, in rows: query `row / G` of head `row % G`.
+TQ_FUNC uint query_at(uint slot, int row, int G, int L) {
+  return (slot * G + row % G) * L + row / G;
 }
 
 // What `params` says of a batch row from `row` on.

@@ -255,6 +255,30 @@ TQ_FUNC void group_excess(
   }
 }
 
+// C coordinates of a query, or zeros where a lane has no chunk; returns their sum.
+template <int C>
+TQ_FUNC float load_query(threadgroup const float* from, bool there, thread float* q) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < C / 4; ++n) {
+    float four[4];
+    load_rows<4>(from + 4 * n, four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = there ? four[i] : 0.0f;
+      q[4 * n + i] = x;
+      sum += x;
+    }
+  }
+  return sum;
+}
+
+TQ_FUNC void store_four(thread const float* x, threadgroup float* to) {
+  float4 four;
+  four.x = x[0], four.y = x[1], four.z = x[2], four.w = x[3];
+  *(threadgroup float4*)to = four;
+}
+
 // A query row, times `scale`.
 template <int D, typename T>
 TQ_FUNC void read_query(device const T* from, float scale, uint lane, threadgroup float* to) {

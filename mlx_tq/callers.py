@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
 
@@ -20,12 +20,15 @@ _HIDDEN_READS = {"eval", "exec", "locals", "vars"}
 # By the id of a code object and the call that it is at; the code is kept, so that no other gets its id. To look it up
 # by the code itself would hash all of it, for each layer and token.
 _known: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+# The function of attention that was asked about last, its code, and the answer.
+_attention: tuple[object, CodeType | None, bool] = None, None, False
 
 
 def only_attends(frame: FrameType) -> bool:
     """Whether the function that runs in `frame`, now in `update_and_fetch`, hands what it gets to attention alone.
 
-    Attention is mlx-lm's function, which hands it to `mx.fast.scaled_dot_product_attention`.
+    Attention is mlx-lm's function, if its own source shows that it hands keys and values to
+    `mx.fast.scaled_dot_product_attention` and does nothing else with them.
     """
     code, at = frame.f_code, frame.f_lasti
     known = _known.get((id(code), at))
@@ -35,10 +38,27 @@ def only_attends(frame: FrameType) -> bool:
 
 
 def _is_mlx_lm(function) -> bool:
-    base = sys.modules.get("mlx_lm.models.base")
-    if base is None or type(function) is not FunctionType:  # others may look like one and read what they get
+    global _attention
+    if type(function) is not FunctionType:  # others may look like one and read what they get
         return False
-    return function.__code__.co_filename == base.__file__ and function.__code__.co_name == _ATTENTION
+    asked, code, answer = _attention
+    if function is not asked or function.__code__ is not code:
+        code = function.__code__
+        answer = _hands_on(code)
+        _attention = function, code, answer
+    return answer
+
+
+def _hands_on(code: CodeType) -> bool:
+    """Whether this is the code of mlx-lm's attention, whose keys and values only MLX's functions of attention get."""
+    base = sys.modules.get("mlx_lm.models.base")
+    if base is None or (code.co_filename, code.co_name) != (base.__file__, _ATTENTION):
+        return False
+    function = _parsed(code)
+    if function is None:
+        return False
+    names = [arg.arg for arg in function.args.args[1:3]]
+    return _are_handed(names, function.body, {"mx.fast." + _ATTENTION, "quantized_" + _ATTENTION})
 
 
 def _attends(code: CodeType, at: int) -> bool:
@@ -60,8 +80,14 @@ def _attends(code: CodeType, at: int) -> bool:
     names, after = _after_update(function.body, updates[0]) or ((), ())
     if len(set(names)) != 2 or not set(names) <= set(code.co_varnames) - set(code.co_cellvars):
         return False
-    nodes = [node for statement in after for node in ast.walk(statement)]
-    handed = [id(arg) for node in nodes if isinstance(node, ast.Call) for arg in _keys_and_values(node)]
+    return _are_handed(names, after, {_ATTENTION})
+
+
+def _are_handed(names: Sequence[str], block: list[ast.stmt], functions: set[str]) -> bool:
+    """Whether these names occur in a block only where calls of these functions have their keys and values."""
+    nodes = [node for statement in block for node in ast.walk(statement)]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in functions]
+    handed = [id(arg) for call in calls for arg in _keys_and_values(call)]
     return all(id(n) in handed for n in nodes if isinstance(n, ast.Name) and n.id in names)
 
 
@@ -86,8 +112,6 @@ def _after_update(block: list[ast.stmt], update: ast.Attribute) -> tuple[tuple[s
 
 def _keys_and_values(call: ast.Call) -> list[ast.expr]:
     """The arguments that a call of attention has for keys and values."""
-    if not isinstance(call.func, ast.Name) or call.func.id != _ATTENTION:
-        return []
     return [*call.args[1:3], *(k.value for k in call.keywords if k.arg in ("keys", "values"))]
 
 

@@ -31,6 +31,7 @@ _serial = count()
 def nothing_known():
     """What is known of a function counts for those that are the same in other files."""
     callers._known.clear()
+    callers._attention = None, None, False
 
 
 def written(tmp_path, text):
@@ -270,6 +271,20 @@ def test_attention_that_was_replaced_gets_views(monkeypatch, tmp_path):
         module.scaled_dot_product_attention = other
         assert not bare(module, monkeypatch)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("keys", ("keys", "keys[:, :, :]"))
+def test_attention_of_another_mlx_lm(keys, monkeypatch, tmp_path):
+    """Its source must show that it hands keys and values on."""
+    other = written(
+        tmp_path,
+        f"""
+def scaled_dot_product_attention(queries, keys, values, cache, scale, mask):
+    return mx.fast.scaled_dot_product_attention(queries, {keys}, values, scale=scale, mask=mask)
+""",
+    )
+    monkeypatch.setitem(sys.modules, "mlx_lm.models.base", other)
+    assert bare(written(tmp_path, ONLY["straight"]), monkeypatch) is (keys == "keys")
 
 
 def test_a_source_that_cannot_be_found_proves_nothing(monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ BLOCK = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 # file, text, replacement, and which occurrence of the text (from 0).
 BUGS = {
     # barriers
-    "butterflies of lanes without a difference": ("common.h", "lane & H ? -1.0f : 1.0f", "1.0f", 0),
+    "butterflies of lanes without a difference": ("common.h", "lane & h ? -1.0f : 1.0f", "1.0f", 0),
     "butterflies of registers the other way": ("common.h", "v[n + H / 32] = a - b", "v[n + H / 32] = b - a", 0),
     "neighbours are not added up in lanes": ("encode.h", "v[n] += simd_shuffle_xor", "simd_shuffle_xor", 0),
     "neighbours are not added up in registers": ("encode.h", "v[n] += v[n + H / 32]", "v[n] += 0.0f", 0),
@@ -39,15 +39,15 @@ BUGS = {
     "early return before the barrier": (
         "attend.metal", "if (sg == 0) levels", "if (split >= splits) return;\nif (sg == 0) levels", 0),
     "simdgroups share one scratch row": ("attend.metal", "scratch + sg * R * MAX_D", "scratch", 0),
-    "scratch is too small": ("attend.metal", "scratch[NSG * R * MAX_D]", "scratch[NSG * D]", 0),
-    "threadgroup memory above 32 KiB": ("attend.metal", "scratch[NSG * R * MAX_D]", "scratch[NSG * R * D * 40]", 0),
+    "scratch is too small": ("attend.metal", "scratch[NSG * R * MAX_D / 4]", "scratch[NSG * D / 4]", 0),
+    "threadgroup memory above 32 KiB": ("attend.metal", "scratch[NSG * R * MAX_D / 4]", "scratch[NSG * R * D * 10]", 0),
     # strides and places
-    "packed stride of the exact rows": ("attend.metal", "at_packed = slot * capacity", "at_packed = slot * exact_capacity", 0),
-    "exact stride is the live length": ("attend.metal", "at_exact = slot * exact_capacity", "at_exact = slot * n_exact", 0),
-    "stride is the live length": ("attend.metal", "at_packed = slot * capacity", "at_packed = slot * n_packed", 0),
-    "batch is left out of the slot": ("attend.metal", "batch * size_t(params[12]) + kv_head;", "kv_head;", 0),
+    "packed stride of the exact rows": ("attend.metal", "at_packed = size_t(slot) * capacity", "at_packed = slot * exact_capacity", 0),
+    "exact stride is the live length": ("attend.metal", "at_exact = size_t(slot) * exact_capacity", "at_exact = slot * n_exact", 0),
+    "stride is the live length": ("attend.metal", "at_packed = size_t(slot) * capacity", "at_packed = slot * n_packed", 0),
+    "batch is left out of the slot": ("attend.metal", "batch * params[12] + kv_head;", "kv_head;", 0),
     "query head of another group": ("common.h", "(slot * G + row % G) * L", "(slot + row % G) * L", 0),
-    "rows of a tile in another order": ("common.h", "* L + row / G) * dim", "* L + row % L) * dim", 0),
+    "rows of a tile in another order": ("common.h", "* L + row / G;", "* L + row % L;", 0),
     "value scales of the keys": ("attend.metal", "v_scale_at = v_scale + at_packed", "v_scale_at = k_scale + at_packed", 0),
     "third bits of another row": ("tq.h", "next_row<D, 1>(plane, I * R), levels", "plane, levels", 0),
     "values of a neighbouring token": ("tq.h", "weights + weights_of<R>(I)", "weights + weights_of<R>(I ^ 1)", 0),
@@ -104,10 +104,10 @@ BUGS = {
     "inner and outer levels swapped": ("tq.h", "inner = levels[2], outer = levels[3]", "inner = levels[3], outer = levels[2]", 0),
     "value levels for the keys": ("attend.metal", "v_plane_at, levels + 16,", "v_plane_at, levels,", 0),
     "butterfly keeps the wrong half": ("tq.h", "keep = upper ? b : a", "keep = upper ? a : b", 0),
-    "idle lanes count": ("attend.metal", "kl * C < D ? y", "true ? y", 0),
+    "idle lanes count": ("tq.h", "there ? four[i] : 0.0f", "four[i]", 0),
     "Paley column instead of row": ("common.h", "row >> b & 1u ? other : -other", "row >> b & 1u ? -other : other", 0),
     "residual norm is forgotten": ("tq.h", "fma(norm, dot", "fma(1.0f, dot", 0),
-    "unset sign bits count 0": ("attend.metal", "jl_start[QJL ? r : 0] = -sum;", "jl_start[QJL ? r : 0] = 0.0f;", 0),
+    "unset sign bits count 0": ("attend.metal", "jl_start[QJL ? r : 0] = -load_query<C>(", "jl_start[QJL ? r : 0] = 0.0f * load_query<C>(", 0),
     "query is not rotated": ("attend.metal", "if (coded && KB != RAW) rotate_row", "if (false) rotate_row", 0),
     "exact rows get a rotated query": ("attend.metal", "if (coded && KB != RAW) rotate_row", "if (KB != RAW) rotate_row", 0),
     "means get a rotated query": ("attend.metal", "if (CENTERED && coded) {", "if (false) {", 0),
@@ -297,6 +297,7 @@ def probes(file):
         yield attend(DEFAULT, 64, 1, factor=20.0)
         yield attend(DEFAULT, 64, 1, sinks=mx.array([90.0, 80.0, 70.0, 60.0]))
         yield attend(DEFAULT, 64, 3, n_heads=2)
+        yield attend(LLOYD, 64, 5)
         yield attend(TQ3, 80, 1)
     if file in ("attend_mma.metal", "mma.h"):
         yield attend_mma(DEFAULT, 3, mask="causal")

@@ -115,9 +115,9 @@ def kernel_text(case: Case, changes: dict[str, str] | None = None) -> str:
         source = source.replace(old, new)
     # Mesa unrolls short loops; one that must not be gets a bound that Mesa does not know.
     rolled = r"(#pragma unroll 1\n *for \(int \w+ = \w+; \w+ < )([^;]*);"
-    source = re.sub(rolled, r"\1ROLLED(\2);", source)
+    header, source = (re.sub(rolled, r"\1ROLLED(\2);", part) for part in (kernels.header(name), source))
     lines += [
-        kernels.header(name),
+        header,
         f"kernel __attribute__((reqd_work_group_size({kernels.NSG * 32}, 1, 1))) void {name}({', '.join(buffers)}) {{",
         f"const uint3 threadgroup_position_in_grid = (uint3)({place});",
         "const uint thread_index_in_simdgroup = get_sub_group_local_id();",

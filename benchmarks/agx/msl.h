@@ -30,8 +30,8 @@ enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { barrier(CLK_LOCAL_MEM_FENCE); }
 inline void simdgroup_barrier(mem_flags) { sub_group_barrier(CLK_LOCAL_MEM_FENCE); }
 
-// The bound of a loop that stays rolled; params[15] is 0.
-#define ROLLED(n) ((n) > 1 ? (n) + params[15] : (n))
+// The bound of a loop that stays rolled: Mesa does not know that lanes end at 31.
+#define ROLLED(n) ((n) > 1 ? (n) + int(lane >> 6) : (n))
 
 // Apple's instructions, under the names that Mesa gives them.
 extern "C" uint nir_shuffle_xor(uint, uint);
@@ -39,6 +39,7 @@ extern "C" uint nir_read_invocation(uint, uint);
 inline float simd_shuffle_xor(float x, ushort mask) { return as_type<float>(nir_shuffle_xor(as_type<uint>(x), mask)); }
 // Right where the four lanes of a quad ask for one lane, which they do at head_dim 64 and above.
 inline float simd_shuffle(float x, ushort lane) { return as_type<float>(nir_read_invocation(as_type<uint>(x), lane)); }
+inline uint simd_shuffle(uint x, ushort lane) { return nir_read_invocation(x, lane); }
 inline float simd_sum(float x) { return sub_group_reduce_add(x); }
 inline int simd_sum(int x) { return sub_group_reduce_add(x); }
 inline bool simd_any(bool x) { return sub_group_any(x); }

@@ -37,20 +37,19 @@ def recorded():
         calls.append((inputs, options, attention(*inputs, **options)))
         return calls[-1][2]
 
-    def make(keys, values, caller):
-        rows = keys, values
+    def make(*rows):
         out = views(*rows)
         decoded.extend(zip(rows, out, strict=True))
         return out
 
-    with patch.object(view, "attention", attend), patch.object(store, "views", make), _none_plain():
+    with patch.object(view, "attention", attend), patch.object(store, "views", make), _views_for_all():
         yield calls, decoded
 
 
 @contextmanager
 def decoding():
     """Attention decodes all rows and goes through MLX's own function."""
-    attend = patch.object(view, "_attend", lambda original, q, k, v, **options: original(q, k, v, **options))
+    attend = patch.object(view, "_attend", lambda original, q, k, v, *rows, **options: original(q, k, v, **options))
     with attend, patch.object(view, "only_attends", lambda frame: False):
         yield
 
@@ -62,13 +61,16 @@ def poisoned():
     def nan(self, array):
         mx.array.__init__(self, mx.full(array.shape, mx.nan, array.dtype))
 
-    with patch.object(view.TQView, "__init__", nan), _none_plain():
+    with patch.object(view.TQView, "__init__", nan), _views_for_all():
         yield
 
 
-def _none_plain():
-    """All of a model's calls go through `attention`, also while no token is packed."""
-    return patch.object(view.TQView, "plain", property(lambda self: False, lambda self, plain: None))
+@contextmanager
+def _views_for_all():
+    """All of a model's calls go through `attention` with views, also while no token is packed."""
+    plain = patch.object(view.TQView, "plain", property(lambda self: False, lambda self, plain: None))
+    with plain, patch.object(view, "only_attends", lambda frame: False):
+        yield
 
 
 def reads(model):
