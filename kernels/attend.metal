@@ -170,8 +170,8 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
   }
 
   // Online softmax, one maximum for all 32 tokens, raised only where a score is well above it. The excess is subtracted
-  // then, and every few blocks, so that the accumulators stay small.
-  bool seen[R], above = start % (32 * RENEW) == 0;
+  // then, every few blocks, so that the accumulators stay small, and in the last one, where it is known.
+  bool seen[R], above = start % (32 * RENEW) == 0 || (MASK != 1 && start == end - 32);
   float best = LOWEST;
 #pragma unroll
   for (int i = 0; i < R; ++i) {
@@ -253,8 +253,8 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
 }
 
 // Add up the lanes, rotate back what codes gave, and write.
-float offset[R];
-group_excess<R, LV>(excess, own_weights, group_weights, offset);
+float offset[R] = {};
+if (MASK == 1) group_excess<R, LV>(excess, own_weights, group_weights, offset);
 #pragma unroll
 for (int r = 0; r < R; ++r) {
 #pragma unroll
@@ -264,6 +264,8 @@ for (int r = 0; r < R; ++r) {
     acc[r * CV + e] = x;
   }
 }
+// Sums go where the queries were, which a simdgroup without tokens has only just read.
+simdgroup_barrier(mem_flags::mem_threadgroup);
 if (vg == 0 && vl * CV < DV) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {

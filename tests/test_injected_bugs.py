@@ -36,6 +36,8 @@ BUGS = {
         "attend.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
     "sketch overwrites the query too early": ("attend.metal", "  " + BARRIER, "", 0),
     "barrier orders device memory only": ("common.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
+    "sums overwrite queries that are still read": ("attend.metal", BARRIER + "\nif (vg == 0", "if (vg == 0", 0),
+    "offset of the last block is forgotten": ("attend.metal", "MASK != 1 && start == end - 32", "false", 0),
     "early return before the barrier": (
         "attend.metal", "if (sg == 0) levels", "if (split >= splits) return;\nif (sg == 0) levels", 0),
     "simdgroups share one scratch row": ("attend.metal", "scratch + sg * R * MAX_D", "scratch", 0),
@@ -196,18 +198,18 @@ MIXED = TQFormat(3, 2, page=32)
 DEFAULT = TQFormat(page=32)
 
 
-def cached(format, dim, value_dim=None):
+def cached(format, dim, value_dim=None, packed=96):
     """Poisoned keys and values of two unlike batch rows."""
-    layout = Layout((0, 41), (2, 1), (160, 96), (33, 57))
-    counts = (195, 154)
+    counts = (195, 58 + packed)
+    layout = Layout((0, counts[0] - counts[1]), (2, 1), (160, packed), (33, 57))
     make = lambda kind, d, s: poison_rows(  # noqa: E731
         build_rows(kind, [normal(s + b, 1, 2, n, d, factor=2) for b, n in enumerate(counts)], format, layout), 1
     )
     return make("keys", dim, 1), make("values", value_dim or dim, 5)
 
 
-def attend(format, dim, length, bound=4e-6, factor=1.0, shift=0.0, value_dim=None, n_heads=4, **options):
-    keys, values = cached(format, dim, value_dim)
+def attend(format, dim, length, bound=4e-6, factor=1.0, shift=0.0, value_dim=None, n_heads=4, packed=96, **options):
+    keys, values = cached(format, dim, value_dim, packed)
     q = normal(9, 2, n_heads, length, dim, factor=factor)
     if shift:  # every key has a large constant component: all scores far below zero
         u = mx.ones((dim,)) * dim**-0.5
@@ -298,6 +300,7 @@ def probes(file):
         yield attend(DEFAULT, 64, 1, sinks=mx.array([90.0, 80.0, 70.0, 60.0]))
         yield attend(DEFAULT, 64, 3, n_heads=2)
         yield attend(LLOYD, 64, 5)
+        yield attend(DEFAULT, 64, 1, packed=0)  # simdgroups without tokens
         yield attend(TQ3, 80, 1)
     if file in ("attend_mma.metal", "mma.h"):
         yield attend_mma(DEFAULT, 3, mask="causal")
