@@ -37,8 +37,6 @@ class TQBatchKVCache(StoredCache):
         ValueError: an unknown format or `fused`, or bad padding.
     """
 
-    _array_masks = True
-
     def __init__(
         self,
         left_padding: Sequence[int],
@@ -80,10 +78,9 @@ class TQBatchKVCache(StoredCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Appends keys `(B, n_kv_heads, L, D)` and values `(B, n_kv_heads, L, Dv)`; returns all rows for attention.
 
-        Those are arrays (`TQView`), but for callers whose source shows that they only attend, see `callers.py`: they
-        get what attention reads, packed rows once there are some. Attention sees the appended rows exactly where the
-        format has a window. Raises ValueError for shapes or dtypes that do not fit what the cache holds; then nothing
-        has been stored.
+        Those are arrays (`TQView`), but `PackedRows` for callers whose source shows that they only attend, see
+        `callers.py`. Attention sees the appended rows exactly where the format has a window. Raises ValueError for
+        shapes or dtypes that do not fit what the cache holds; then nothing has been stored.
         """
         self._accept(keys, values)
         length, before = keys.shape[2], self._tokens(self._columns)

@@ -38,10 +38,9 @@ class TQKVCache(StoredCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Appends keys `(B, n_kv_heads, L, D)` and values `(B, n_kv_heads, L, Dv)`; returns all rows for attention.
 
-        Those are arrays (`TQView`), but for callers whose source shows that they only attend, see `callers.py`: they
-        get what attention reads, packed rows once there are some. Attention sees the appended rows exactly where the
-        format has a window. Raises ValueError for shapes or dtypes that do not fit what the cache holds; then nothing
-        has been stored.
+        Those are arrays (`TQView`), but `PackedRows` for callers whose source shows that they only attend, see
+        `callers.py`. Attention sees the appended rows exactly where the format has a window. Raises ValueError for
+        shapes or dtypes that do not fit what the cache holds; then nothing has been stored.
         """
         self._accept(keys, values)
         self._batch, _, length, _ = keys.shape

@@ -20,8 +20,7 @@ _HIDDEN_READS = {"eval", "exec", "locals", "vars"}
 # By the id of a code object and the call that it is at; the code is kept, so that no other gets its id. To look it up
 # by the code itself would hash all of it, for each layer and token.
 _known: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-# The function of attention that was asked about last, its code, and the answer.
-_attention: tuple[object, CodeType | None, bool] = None, None, False
+_known_attention: dict[int, tuple[CodeType, bool]] = {}  # likewise, of functions of attention
 
 
 def only_attends(frame: FrameType) -> bool:
@@ -38,15 +37,13 @@ def only_attends(frame: FrameType) -> bool:
 
 
 def _is_mlx_lm(function) -> bool:
-    global _attention
     if type(function) is not FunctionType:  # others may look like one and read what they get
         return False
-    asked, code, answer = _attention
-    if function is not asked or function.__code__ is not code:
-        code = function.__code__
-        answer = _hands_on(code)
-        _attention = function, code, answer
-    return answer
+    code = function.__code__
+    known = _known_attention.get(id(code))
+    if known is None:
+        known = _known_attention[id(code)] = code, _hands_on(code)
+    return known[1]
 
 
 def _hands_on(code: CodeType) -> bool:

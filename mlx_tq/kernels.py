@@ -850,7 +850,7 @@ def attend_again(
     """`attention.attention` where the last call like this was the same, without options, else None.
 
     The layers of a model make the same call one after the other, for each token. `inputs` of keys say that values with
-    the same tokens go with them: only the views of a cache and calls that were checked leave some.
+    the same tokens go with them: only a cache that hands rows out and calls that were checked leave some.
     """
     if mask is not None or sinks is not None or softcap is not None or other or keys.inputs is None:
         return None
@@ -893,7 +893,7 @@ def _prepared_attend(
     first = _Launch(
         name,
         _shape_template(pair.format, dim, value_dim, **options),
-        ((batch * n_kv * rows * splits * (value_dim + 2),),),
+        ((batch * n_kv * rows * splits, value_dim + 2),),
         (mx.float32,),
         _grid(name, device, tiles * splits * (NSG if mma else 1), n_kv, batch),
         device,

@@ -36,8 +36,8 @@ from .view import TQView, keep_hook, takes_rows, views
 STATE_VERSION = 2
 FUSED = ("auto", "require", "never")
 _MIN_CAPACITY = 256
-# What an update returns: views, or, where nothing but attention sees it, packed rows or, while none is, all rows.
-Fetched = tuple[TQView, TQView] | tuple[PackedRows, PackedRows] | tuple[mx.array, mx.array]
+# What an update returns: views, or the rows themselves where nothing but attention sees them.
+Fetched = tuple[TQView, TQView] | tuple[PackedRows, PackedRows]
 
 
 def _room(tokens: int) -> int:
@@ -327,8 +327,6 @@ class StoredCache:
     `_counts()` and `_set_counts(header)`.
     """
 
-    _array_masks = False  # whether masks of attention to it are arrays, which the kernels take their own way
-
     def __init__(self, format: TQFormat | str | None, layer_index: int, fused: str):
         if fused not in FUSED:
             raise ValueError(f"fused must be one of {FUSED}, got {fused!r}")
@@ -464,14 +462,9 @@ class StoredCache:
 
     def _fetch(self, exacts: Sequence[mx.array | None], layout: Layout) -> Fetched:
         """What `update_and_fetch`, which calls this, returns to its caller: see there."""
-        bare = takes_rows(sys._getframe(2))
-        k, v = exacts
-        if bare and self._keys.regions is None and k is not None and not self._array_masks:
-            length = layout.length
-            return k[:, :, :length], v[:, :, :length]
-        keys = self._keys.snapshot(k, layout, self.fused)
-        values = self._values.snapshot(v, layout, self.fused)
-        if not bare:
+        keys = self._keys.snapshot(exacts[0], layout, self.fused)
+        values = self._values.snapshot(exacts[1], layout, self.fused)
+        if not takes_rows(sys._getframe(2)):
             return views(keys, values)
         kernels.prepare_again(keys, values)  # now, for all that attend to these rows
         return keys, values

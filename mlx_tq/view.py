@@ -1,6 +1,6 @@
-"""Views of packed rows, and the hook that lets `mx.fast.scaled_dot_product_attention` attend to them.
+"""Views of packed rows, and the hook that lets `mx.fast.scaled_dot_product_attention` attend to them and to the rows.
 
-mlx-lm looks the function up at every call, so replacing the one name reaches every model. Calls without views go to
+mlx-lm looks the function up at every call, so replacing the one name reaches every model. Calls with neither go to
 MLX's own function.
 """
 
@@ -21,7 +21,7 @@ from .codec import Memo, PackedRows, decode_keys, decode_values, plain_rows
 from .format import RAW_BITS
 
 _original = _hook = None
-_users: set[int] = set()  # ids of the memos of caches that hand out views
+_users: set[int] = set()  # ids of the memos of caches whose rows need the hook
 _leaving = False  # whether the hook goes with the last of them
 # Views are decoded, should a model read them, in memory for a multiple of so many tokens: MLX takes up to a millisecond
 # to make the graph for another size, and each token would need one.
@@ -32,11 +32,10 @@ class TQView(mx.array):
     """What a cache hands to attention: an array whose value is the decoded rows, not yet evaluated, and `rows`.
 
     Attention reads `rows`, and the decode never runs; a model that computes with the keys itself gets decoded rows. A
-    view that was changed in place has no `rows` any more. A `plain` one holds all rows as they came.
+    view that was changed in place has no `rows` any more.
     """
 
     rows: PackedRows | None = None
-    plain: bool = False
 
 
 def _forget_rows(change):
@@ -55,15 +54,13 @@ for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 def views(keys: PackedRows, values: PackedRows) -> tuple[TQView, TQView]:
     """The views of packed keys and values, `(B, n_kv_heads, L, D)` in the rows' dtype."""
-    plain = plain_rows(keys, values)
-    k, v = map(TQView, plain or _decoded(keys, values))
-    k.plain = v.plain = plain is not None
+    k, v = map(TQView, plain_rows(keys, values) or _decoded(keys, values))
     k.rows, v.rows = keys, values
     return k, v
 
 
 def takes_rows(caller: FrameType) -> bool:
-    """Whether an update may return rows as they are, not as views, to the function that runs in `caller`.
+    """Whether an update may return `PackedRows`, which are no arrays, to the function that runs in `caller`.
 
     It may where that function only attends, by our hook. Where somebody puts another function in the hook's place
     between an update and its attention, that one gets them, too.
@@ -131,7 +128,7 @@ def release_hook() -> None:
 
 
 def remove_hook() -> None:
-    """Puts MLX's own function back. Views are still right, by decoding all rows; an update reinstalls."""
+    """Puts MLX's own function back, until an update: it decodes all rows of views, and refuses `PackedRows`."""
     global _original
     if _original is not None:
         mx.fast.scaled_dot_product_attention = _original
@@ -144,10 +141,10 @@ def hook_installed() -> bool:
 
 def _attend(original, q, k, v, keys, values, *, scale, mask=None, sinks=None, stream=None, **other):
     """Attention to the rows of k and v."""
-    plain = type(k) is TQView and type(v) is TQView and k.plain and v.plain
-    if plain and sinks is None and is_usual(q, keys, values, mask, None, None):
+    plain = plain_rows(keys, values) if keys.layout is values.layout else None
+    if plain is not None and sinks is None and is_usual(q, keys, values, mask, None, None):
         # What `attention` would do after checks that take longer.
-        return original(q, k, v, scale=scale, mask=mask, stream=stream, **other)
+        return original(q, *plain, scale=scale, mask=mask, stream=stream, **other)
     if keys is values:
         keys, values = _key_and_value(keys)
     if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:

@@ -31,7 +31,7 @@ _serial = count()
 def nothing_known():
     """What is known of a function counts for those that are the same in other files."""
     callers._known.clear()
-    callers._attention = None, None, False
+    callers._known_attention.clear()
 
 
 def written(tmp_path, text):
@@ -347,8 +347,9 @@ def test_what_attention_does_not_take_is_decoded():
 
 
 @pytest.mark.parametrize("make", (TQKVCache, lambda format: TQBatchKVCache([0], format)))
-def test_what_callers_get(make, tmp_path, monkeypatch):
-    """Packed rows, or arrays while none is packed, but for masks that are arrays; views where more is done."""
+@pytest.mark.parametrize("format", ("default", "k4v4"))
+def test_what_callers_get(make, format, tmp_path, monkeypatch):
+    """Packed rows, also while nothing is packed, and views where more is done."""
     view.install_hook()
     hook, got = mx.fast.scaled_dot_product_attention, []
 
@@ -358,12 +359,43 @@ def test_what_callers_get(make, tmp_path, monkeypatch):
 
     monkeypatch.setattr(view, "_hook", recorded)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
-    for format, kind in (("default", mx.array if make is TQKVCache else PackedRows), ("k4v4", PackedRows)):
-        for text, want in ((ONLY["straight"], kind), (MORE["reads the shape"], TQView)):
-            q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
-            written(tmp_path, text).attend(q, k, v, make(format))
-            assert got[0] == (want, want)
-            got.clear()
+    for text, want in ((ONLY["straight"], PackedRows), (MORE["reads the shape"], TQView)):
+        q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
+        written(tmp_path, text).attend(q, k, v, make(format))
+        assert got[0] == (want, want)
+        got.clear()
+
+
+def test_options_mean_the_same_before_tokens_are_packed(tmp_path):
+    """MLX's own function refuses some dtypes, changes others, and has numbers for queries that see nothing."""
+    text = """
+def attend(q, keys, values, cache, mask, sinks):
+    keys, values = cache.update_and_fetch(keys, values)
+    return scaled_dot_product_attention(q, keys, values, cache=cache, scale=0.125, mask=mask, sinks=sinks)
+"""
+    module = written(tmp_path, text)
+    for dtype, row_dtype in ((mx.float16, mx.float16), (mx.bfloat16, mx.float32)):
+        cache = TQKVCache(mlx_tq.TQFormat(window=64, page=32))
+        for start, n in ((0, 60), (60, 50), (110, 1)):
+            k, v = (normal(i + start, 1, 2, n, 64, dtype=row_dtype) for i in (1, 2))
+            q, sinks = normal(start, 1, 4, n, 64, dtype=dtype), normal(3, 4)
+            mask = mx.where(mx.arange(start + n)[None] <= mx.arange(start, start + n)[:, None], 0.0, -mx.inf)
+            mask[0] = -mx.inf
+            out = module.attend(q, k, v, cache, mask, sinks)
+            assert out.dtype == dtype and (to64(out)[:, :, 0] == 0).all()
+    assert [known for _, known in callers._known.values()] == [True]
+
+
+def test_each_function_is_read_once(tmp_path, monkeypatch):
+    ours, theirs = (written(tmp_path, ONLY["straight"]) for _ in range(2))
+    theirs.scaled_dot_product_attention = lambda *args, **options: base.scaled_dot_product_attention(*args, **options)
+    parsed, read = [], callers._parsed
+    monkeypatch.setattr(callers, "_parsed", lambda code: parsed.append(code) or read(code))
+    q, k, v = normal(0, 1, 4, 3, 64), normal(1, 1, 2, 90, 64), normal(2, 1, 2, 90, 64)
+    for _ in range(3):
+        for module in (ours, theirs):
+            module.attend(q, k, v, TQKVCache("k4v4"))
+    assert len(parsed) == 3 and len(set(parsed)) == 2  # two files with the same function, and mlx-lm's
 
 
 def test_llama_decodes_nothing(monkeypatch):

@@ -68,8 +68,7 @@ def poisoned():
 @contextmanager
 def _views_for_all():
     """All of a model's calls go through `attention` with views, also while no token is packed."""
-    plain = patch.object(view.TQView, "plain", property(lambda self: False, lambda self, plain: None))
-    with plain, patch.object(view, "only_attends", lambda frame: False):
+    with patch.object(view, "is_usual", lambda *call: False), patch.object(view, "only_attends", lambda frame: False):
         yield
 
 
