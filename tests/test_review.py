@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 from dataclasses import replace
+from math import prod
 
 import mlx.core as mx
 import msl
@@ -16,6 +17,7 @@ from oracle import TIGHT, attention64, decode64, max_error, normal
 import mlx_tq
 from mlx_tq import TQFormat, TQKVCache, kernels
 from mlx_tq.codec import Layout, PackedRows
+from mlx_tq.packing import Regions, region_shapes
 from mlx_tq.view import TQView, views
 
 runner_only = pytest.mark.skipif(kernels.backend() is not None, reason="about the runner, not a GPU")
@@ -181,6 +183,33 @@ def test_long_prompts_take_several_launches(fused_kernels, monkeypatch, mask, le
         launches.clear()
         assert max_error(mlx_tq.attention(q, keys, values, scale=0.125, mask=mask), want) < 2 * TIGHT
         assert launches.count("attend") == -(-length // rows)
+
+
+def test_partial_results_of_more_elements_than_a_dimension_takes(monkeypatch):
+    """Nothing is evaluated: arrays of these shapes would take gigabytes."""
+    zeros = lambda shape, dtype=mx.float32: mx.broadcast_to(mx.zeros((), dtype), shape)  # noqa: E731
+    shapes = {}
+
+    def launched(what, inputs):
+        shapes[what.name] = what.shapes
+        return [zeros(shape, dtype) for shape, dtype in zip(what.shapes, what.dtypes, strict=True)]
+
+    monkeypatch.setattr(kernels, "_launch", launched)
+    monkeypatch.setattr(kernels.mx, "compile", lambda function: function)
+    monkeypatch.setattr(kernels, "backend", lambda: "metal")
+    monkeypatch.setattr(kernels, "self_test", lambda device: kernels.SelfTest(None, True, None))
+    kernels.forget_launches()
+    format, layout = TQFormat.preset("k4v4"), Layout.uniform(4096, 0, 128, 4)
+    rows = []
+    for kind in ("keys", "values"):
+        parts = region_shapes(format, kind, 128, mx.float32).items()
+        regions = Regions(**{name: zeros((4096, 8, 128 // span, *row), dtype) for name, (row, dtype, span) in parts})
+        exact = zeros((4096, 8, 32, 128))
+        rows.append(PackedRows(kind, format, 128, 0, mx.float32, regions, exact, layout, 8))
+    q = zeros((4096, 32, 64, 128))
+    assert kernels.attend(q, *rows, 0.1, None, None, None).shape == q.shape
+    assert prod(shapes["attend"][0]) >= 1 << 31
+    kernels.forget_launches()
 
 
 # ------------------------------------------------------------------ options
