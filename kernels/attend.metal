@@ -274,7 +274,7 @@ if (vg == 0 && vl * CV < DV) {
   }
 }
 const float total = row_sum<R, J>(denominator);
-device float* softmax = partial + size_t(params[13] * splits) * DV;
+device float* softmax = partial + softmax_at(params, DV);
 if (lane % J == 0 && kg == 0 && first_row + int(own) < rows) {
   const uint at = (slot * rows + first_row + own) * splits + split;
   softmax[at * 2] = top;

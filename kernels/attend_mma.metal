@@ -399,7 +399,7 @@ if (sg == 0 && int(lane) < rows_here) {
     most = max(most, tops[n * R + lane]);
     sum_of_all += totals[n * R + lane];
   }
-  device float* softmax = partial + size_t(params[13]) * splits * DV;
+  device float* softmax = partial + softmax_at(params, DV);
   const size_t at = (out_row + lane) * splits + split;
   softmax[at * 2] = most;
   softmax[at * 2 + 1] = sum_of_all;

@@ -191,6 +191,11 @@ TQ_FUNC uint query_at(uint slot, int row, int G, int L) {
   return (slot * G + row % G) * L + row / G;
 }
 
+// Where maxima and sums of the softmax begin in partial results, behind all sums of values.
+TQ_FUNC size_t softmax_at(device const int* params, int value_dim) {
+  return size_t(params[13] * params[5]) * value_dim;
+}
+
 // What `params` says of a batch row from `row` on.
 struct Tokens {
   int pad, first, packed, exact;  // columns of padding; tokens: the first ones, those packed, all exact ones

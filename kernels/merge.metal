@@ -8,7 +8,7 @@ TQ_THREADGROUP float sums[NSG * DV], weights[NSG * 32], denominators[NSG];
 // The output is (B, n_heads, L, DV), the partial results are (B, n_kv_heads, L, G, splits, DV).
 const int head = item / L;
 const size_t row = (size_t(head / G) * L + item % L) * G + head % G;
-device const float* softmax = partial + size_t(params[13]) * splits * DV;
+device const float* softmax = partial + softmax_at(params, DV);
 
 const float sink = SINKS ? float(sinks[head % params[14]]) * LOG2E : LOWEST;
 float top = sink;

@@ -65,7 +65,7 @@ def takes_rows(caller: FrameType) -> bool:
     It may where that function only attends, by our hook. Where somebody puts another function in the hook's place
     between an update and its attention, that one gets them, too.
     """
-    if _original is None:
+    if not hook_installed():
         install_hook()
     return mx.fast.scaled_dot_product_attention is _hook and only_attends(caller)
 
@@ -141,10 +141,10 @@ def hook_installed() -> bool:
 
 def _attend(original, q, k, v, keys, values, *, scale, mask=None, sinks=None, stream=None, **other):
     """Attention to the rows of k and v."""
-    plain = plain_rows(keys, values) if keys.layout is values.layout else None
-    if plain is not None and sinks is None and is_usual(q, keys, values, mask, None, None):
-        # What `attention` would do after checks that take longer.
-        return original(q, *plain, scale=scale, mask=mask, stream=stream, **other)
+    if sinks is None and keys.layout is values.layout and is_usual(q, keys, values, mask, None, None):
+        plain = plain_rows(keys, values)
+        if plain is not None:  # what `attention` would do after checks that take longer
+            return original(q, *plain, scale=scale, mask=mask, stream=stream, **other)
     if keys is values:
         keys, values = _key_and_value(keys)
     if other or keys.kind != "keys" or values.kind != "values" or keys.layout != values.layout:
