@@ -32,13 +32,15 @@ def markdown(lines: list[list]) -> str:
 
 
 def attention_table(rows: list[dict]) -> str:
-    """One line for each case: times of the default format, and how many times faster than MLX's attention that is."""
-    lines = [["case", "batch", "heads", "head_dim", "cached", "new", "ours, µs", "bf16, µs", "bf16 / ours"]]
+    """One line for each case: times, and how many times faster the default format is than MLX and mlx-lm."""
+    head = ["case", "batch", "heads", "head_dim", "cached", "new", "ours, µs", "bf16, µs", "mlx-lm 4 bits, µs"]
+    lines = [[*head, "bf16 / ours", "4 bits / ours"]]
     for r in rows:
         heads = f"{r['n_heads']}/{r['n_kv_heads']}"
-        times = [f"{float(r[key]):,.0f}" for key in ("ours_us", "bf16_us")]
         case = [r["case"], r["batch"], heads, r["head_dim"], f"{int(r['cached']):,}", r["queries"]]
-        lines.append([*case, *times, f"{float(r['ratio_bf16']):.2f}"])
+        ours, bf16, q4 = (float(r[f"{name}_us"] or "nan") for name in ("ours", "bf16", "mlx_lm_q4"))
+        figures = [f"{ours:,.0f}", f"{bf16:,.0f}", f"{q4:,.0f}", f"{bf16 / ours:.2f}", f"{q4 / ours:.1f}"]
+        lines.append([*case, *(figure.replace("nan", "-") for figure in figures)])
     return markdown(lines)
 
 
@@ -58,9 +60,16 @@ def attention_picture(plt, rows: list[dict]):
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     device = rows[0]["device"]
     bandwidth = next((rate for name, rate in BANDWIDTH.items() if name in device), None)
-    for name, colour, label in (("ours", "tab:blue", "mlx-tq, default"), ("bf16", "tab:orange", "MLX, bfloat16")):
+    lines = (
+        ("ours", "tab:blue", "mlx-tq, default"),
+        ("bf16", "tab:orange", "MLX, bfloat16"),
+        ("mlx_lm_q4", "tab:green", "mlx-lm, 4 bits"),
+    )
+    for name, colour, label in lines:
+        if not all(r[f"{name}_us"] for r in rows):
+            continue
         axes.plot(cached, [float(r[f"{name}_us"]) for r in rows], "o-", color=colour, label=label)
-        if bandwidth is not None:
+        if bandwidth is not None and f"{name}_bytes" in rows[0]:
             bound = [int(r[f"{name}_bytes"]) / bandwidth * 1e6 for r in rows]
             axes.plot(cached, bound, ":", color=colour, label=f"its bytes at {bandwidth / 1e12:.1f} TB/s")
     axes.set_xscale("log", base=2)
