@@ -161,7 +161,7 @@ def measure(case: Case, format: str, rounds: int, budget_s: float, with_q4: bool
     if with_q4:
         try:
             mx.eval(calls["mlx_lm_q4"][0](q))
-        except RuntimeError as error:  # MLX has no quantised product for this device
+        except RuntimeError as error:  # MLX has no quantised product for this device, or this shape on it
             print(f"mlx-lm's quantised attention: {error}", file=sys.stderr)
             with_q4 = False
     if not with_q4:

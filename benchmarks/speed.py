@@ -38,9 +38,10 @@ def attention_table(rows: list[dict]) -> str:
     for r in rows:
         heads = f"{r['n_heads']}/{r['n_kv_heads']}"
         case = [r["case"], r["batch"], heads, r["head_dim"], f"{int(r['cached']):,}", r["queries"]]
-        ours, bf16, q4 = (float(r[f"{name}_us"] or "nan") for name in ("ours", "bf16", "mlx_lm_q4"))
-        figures = [f"{ours:,.0f}", f"{bf16:,.0f}", f"{q4:,.0f}", f"{bf16 / ours:.2f}", f"{q4 / ours:.1f}"]
-        lines.append([*case, *(figure.replace("nan", "-") for figure in figures)])
+        ours, bf16, q4 = (r[f"{name}_us"] for name in ("ours", "bf16", "mlx_lm_q4"))
+        times = [f"{float(time):,.0f}" if time else "-" for time in (ours, bf16, q4)]
+        ratio_q4 = f"{float(q4) / float(ours):.1f}" if q4 else "-"
+        lines.append([*case, *times, f"{float(r['ratio_bf16']):.2f}", ratio_q4])
     return markdown(lines)
 
 
