@@ -4,12 +4,15 @@
 // lane the scores of R tokens for one query row, for the softmax. Values are read as keys are; their weights go through
 // threadgroup memory. A decoded row serves all R query rows.
 
-constexpr int MAX_D = D > DV ? D : DV, QUERIES = QJL ? 2 * R : R;  // a query, and a sketch of it
-constexpr int C = chunk(D, QUERIES), LK = lanes(D, C), CV = chunk(DV, QUERIES), LV = lanes(DV, CV);
+constexpr int C = chunk(D, R), LK = lanes(D, C), CV = chunk(DV, R), LV = lanes(DV, CV);
 constexpr int J = LK / R;                     // neighbouring lanes with one query row
 constexpr int V = LV < 16 / R ? LV : 16 / R;  // values at a time: few, so that the loop fits the instruction cache
 constexpr int WK = field_width(KB), WV = field_width(VB);
 constexpr int RENEW = 8;  // blocks after which sums are renewed
+// A simdgroup's floats of threadgroup memory: the rotated queries; with QJL their sketches behind them, because registers
+// have room for one of the two; and the queries for means, in place of rotated ones that stay in registers.
+constexpr int SKETCHES = R * (D > DV ? D : DV), PLAIN = QJL ? 2 * SKETCHES : 0;
+constexpr int ROOM = (QJL ? CENTERED ? 3 : 2 : 1) * SKETCHES;
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
 const int splits = params[5], tiles = params[6], mean_pages = params[7];
 
@@ -20,7 +23,7 @@ const int tile = item % tiles, split = item / tiles;
 const uint slot = batch * params[12] + kv_head;  // which sequence of tokens
 
 // float4, because vectors of them are read and written where that is less code.
-TQ_THREADGROUP float4 scratch[NSG * R * MAX_D / 4], token_weights[NSG * R * 8];
+TQ_THREADGROUP float4 scratch[NSG * ROOM / 4], token_weights[NSG * R * 8];
 TQ_THREADGROUP float levels[32];
 if (LLOYD) {
   if (sg == 0) levels[lane] = consts[8 + lane];
@@ -41,49 +44,46 @@ const uint own = kl / J, own_token = kg * LK + kl % J * R;
 const int first_row = tile * R, rows = G * L, row = min(first_row + int(own), rows - 1);
 const uint query_row = query_at(slot, row, G, L);
 
-threadgroup float* queries = (threadgroup float*)scratch + sg * R * MAX_D;
+threadgroup float* const floats = (threadgroup float*)scratch;
+threadgroup float* queries = floats + sg * ROOM;
 // Weights of token t and all query rows are at weights_of(t); each lane writes those of its row, R tokens.
 threadgroup float* own_weights = (threadgroup float*)token_weights + (sg * R * 32 + own_token + own);
 threadgroup const float* group_weights = (threadgroup float*)token_weights + (sg * R * 32 + vg * LV);
 
-// Read the queries, rotate them for codes, and keep this lane's coordinates, those of its own row first: see own_row.
+// Queries carry what load_chunk leaves to them. It is the same for all coordinates that a lane has of a row in
+// threadgroup memory, those at lane, lane + 32 and so on, because 32 is a multiple of C.
+const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
+const float k_unit = coordinate_scale<KB, LLOYD, DENORMAL>(lane % C), k_factor = k_unit * k_code.step;
+const float jl_unit = 2.0f * field_scale<1, DENORMAL>(lane % (C / 2));
+
+// Read the queries and rotate them for codes. The score of this lane's row starts so that codes are symmetric, and that
+// a bit of a sketch that is not set counts -1.
+float k_start = 0.0f, jl_start = 0.0f;
 #pragma unroll 1
 for (int r = 0; r < R; ++r) {
-  read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, queries + r * D);
-  if (coded && KB != RAW) rotate_row<D>(queries + r * D, k_signs, k_mix, consts[4], lane);
+  threadgroup float *y = queries + r * D, *sketch = y + SKETCHES;
+  read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, y);
+  if (!coded || KB == RAW) continue;
+  rotate_row<D>(y, k_signs, k_mix, consts[4] * k_factor, lane);
+  const float k_total = row_total<D>(y, lane, k_unit);
+  k_start = r == int(own) ? -k_code.offset * k_total / J : k_start;
+  if (QJL) {
+    for (int i = lane; i < D; i += 32) sketch[i] = y[i] / k_factor;
+    rotate_row<D>(sketch, k_jl_signs, k_mix, consts[2] * jl_unit, lane);
+    const float jl_total = row_total<D>(sketch, lane, jl_unit);
+    jl_start = r == int(own) ? -jl_total / J : jl_start;
+  }
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
-const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
-// Sums start so that codes are symmetric, and that a bit of a sketch that is not set counts -1.
 const bool has_chunk = LK * C == D || kl * C < D;
-threadgroup const float* own_chunk = queries + k_chunk * C;
-float q[R * C], q_jl[QJL ? R * C : C], k_start[R], jl_start[QJL ? R : 1];
-#pragma unroll
-for (int r = 0; r < R; ++r) {
-  k_start[r] = -k_code.offset * load_query<C>(own_chunk + (r ^ own) * D, has_chunk, q + r * C);
-#pragma unroll
-  for (int e = 0; e < C; ++e) q[r * C + e] *= coordinate_scale<KB, LLOYD, DENORMAL>(e);
-}
-if (QJL && coded) {
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-#pragma unroll 1
-  for (int r = 0; r < R; ++r) {
-    for (int i = lane; i < D; i += 32) queries[r * D + i] *= k_jl_signs[i] * (consts[2] / k_code.step);
-    hadamard_row<D>(queries + r * D, k_mix, lane);
-  }
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    thread float* sketch = q_jl + (QJL ? r * C : 0);
-    jl_start[QJL ? r : 0] = -load_query<C>(own_chunk + (r ^ own) * D, has_chunk, sketch);
-#pragma unroll
-    for (int e = 0; e < C; ++e) sketch[e] *= 2.0f * field_scale<1, DENORMAL>(e % (C / 2));
-  }
-}
+const uint own_chunk = sg * ROOM + k_chunk * C;  // an index takes fewer registers than a pointer
+float q[R * C];
+if (!QJL) load_queries<D, C, R>(floats, own_chunk, own, has_chunk, q);
 if (CENTERED && coded) {  // means are not rotated; a lane reads what it writes here
   simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll 1
   for (int r = 0; r < R; ++r)
-    read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, queries + r * D);
+    read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, queries + PLAIN + r * D);
 }
 
 // This lane's places in the packed rows, which move on with the blocks.
@@ -92,7 +92,7 @@ const uint begin = blocks.begin * 32, k_begin = begin + kg * LK, v_begin = begin
 auto k_at = chunk_of<D, C, WK>(k_codes + at_packed * row_size(D, KB), k_begin, k_chunk);
 auto k_plane_at = chunk_of<D, C, 1>(k_plane + (KB == 3 ? at_packed * row_words(D, 1) : 0), k_begin, k_chunk);
 auto k_jl_at = chunk_of<D, C, 1>(k_jl + (QJL ? at_packed * row_words(D, 1) : 0), k_begin, k_chunk);
-auto k_residual_at = k_residual + at_packed + k_begin;
+auto k_residual_at = k_residual + at_packed + (begin + own_token);
 auto k_scale_at = k_scale + at_packed + (begin + own_token);
 auto v_scale_at = v_scale + at_packed + (begin + own_token);
 auto v_at = chunk_of<DV, CV, WV>(v_codes + at_packed * row_size(DV, VB), VB == RAW ? 0 : v_begin, v_chunk);
@@ -103,11 +103,13 @@ if (!coded) {  // rows of `k_exact` and `v_exact`
   v_at = retyped(v_exact + (at_exact * DV + v_chunk * CV), v_at);
 }
 
-const int live = coded ? n_packed : n_exact;
+// Partial results of the query rows go from `to` on, `splits` apart.
+const uint to = (slot * rows + first_row) * splits + split;
+const int n_rows = min(R, rows - first_row), live = coded ? n_packed : n_exact;
 const int last_seen = columns - L + min(first_row + R - 1, rows - 1) / G;
 
-// Weights are multiples of exp2(score - top). `excess` is this lane's part of what the offset of the codes adds to the
-// accumulators of its query row.
+// Weights are multiples of exp2(score - top). `excess` is this lane's part of the sum of the weights of codes: times
+// their offset, what accumulators of its query row are too large by.
 float acc[R * CV], top = LOWEST, denominator = 0.0f, excess = 0.0f, mean_score = CENTERED ? LOWEST : 0.0f;
 #pragma unroll
 for (int e = 0; e < R * CV; ++e) acc[e] = 0.0f;
@@ -117,24 +119,34 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
 
   // Scores: this lane ends up with those of its R tokens, of which each pass does one. Packed rows may be read past the
   // live ones, to a multiple of 32.
-  float score[R];
+  float score[R], sketched[R];
 #pragma unroll
-  for (int i = 0; i < R; ++i) score[i] = 0.0f;
+  for (int i = 0; i < R; ++i) score[i] = sketched[i] = 0.0f;
+  if (QJL && coded) {
+    load_queries<D, C, R>(floats, own_chunk + SKETCHES, own, has_chunk, q);
+#pragma unroll 1
+    for (int n = 0; n < R; ++n) {
+      const float sum =
+          key_sum<D, C, 1, false, DENORMAL, R, J, 1, 0>(k_jl_at, k_plane_at, levels, 0.0f, lane, q, jl_start);
+      k_jl_at = next_row<D, 1>(k_jl_at, 1);
+#pragma unroll
+      for (int i = 0; i < R; ++i) sketched[i] = i == n ? sum : sketched[i];
+    }
+  }
+  if (QJL) load_queries<D, C, R>(floats, own_chunk, own, has_chunk, q);
 #pragma unroll 1
   for (int n = 0; n < R; ++n) {
     float sum = 0.0f;
     if (coded) {
-      sum = key_sum<D, C, KB, LLOYD, QJL, DENORMAL, R, J, 1, 0>(
-          k_at, k_plane_at, k_jl_at, k_residual_at + n, levels, k_code.ratio, lane, q, q_jl, k_start, jl_start);
+      sum = key_sum<D, C, KB, LLOYD, DENORMAL, R, J, 1, 0>(k_at, k_plane_at, levels, k_code.ratio, lane, q, k_start);
       k_at = next_row<D, WK>(k_at, 1);
       k_plane_at = next_row<D, 1>(k_plane_at, 1);
-      k_jl_at = next_row<D, 1>(k_jl_at, 1);
     } else {
       const auto from = retyped(k_at, k_exact);
 #pragma unroll 1
       for (int i = n; i < min(LK, live - start); i += R) {  // few rows: small code rather than fast
         float x[C], sums[R];
-        load_exact<C, KB, LLOYD, DENORMAL>(from + min(start + int(kg) * LK + i, live - 1) * D, x);
+        load_exact<C>(from + min(start + int(kg) * LK + i, live - 1) * D, x);
 #pragma unroll
         for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, 0.0f);
         const float total = group_sum<J>(own_row<R, J>(sums));
@@ -156,22 +168,22 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
         if (D % 32 == 0 || i < D) {
           const float x = float(mean_at[page + i]);
 #pragma unroll
-          for (int r = 0; r < R; ++r) sums[r] = fma(queries[r * D + i], x, sums[r]);
+          for (int r = 0; r < R; ++r) sums[r] = fma(queries[PLAIN + (r ^ own) * D + i], x, sums[r]);
         }
       }
-      own_first<R, J>(sums, lane);
       mean_score = row_sum<R, J>(own_row<R, J>(sums));
     }
 #pragma unroll
     for (int i = 0; i < R; ++i) {
-      const float scale = KB == RAW ? 1.0f : float(k_scale_at[i]) * k_code.step;
+      const float scale = KB == RAW ? 1.0f : float(k_scale_at[i]);
+      if (QJL) score[i] = fma(float(k_residual_at[i]), sketched[i], score[i]);
       score[i] = fma(scale, score[i], mean_score);
     }
   }
 
   // Online softmax, one maximum for all 32 tokens, raised only where a score is well above it. The excess is subtracted
-  // then, every few blocks, so that the accumulators stay small, and in the last one, where it is known.
-  bool seen[R], above = start % (32 * RENEW) == 0 || (MASK != 1 && start == end - 32);
+  // then, and every few blocks, so that the accumulators stay small.
+  bool seen[R], above = start % (32 * RENEW) == 0;
   float best = LOWEST;
 #pragma unroll
   for (int i = 0; i < R; ++i) {
@@ -192,15 +204,15 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
   float weight[R];
 #pragma unroll
   for (int i = 0; i < R; ++i) {
-    const float value_scale = coded && VB != RAW ? float(v_scale_at[i]) * v_code.step : 1.0f;
+    const float value_scale = coded && VB != RAW ? float(v_scale_at[i]) : 1.0f;
     const float p = seen[i] ? exp2(score[i] - top) : 0.0f;
     weight[i] = seen[i] ? p * value_scale : 0.0f;
     denominator += p;
-    if (coded && VB != RAW) excess = fma(weight[i], v_code.offset, excess);
+    if (coded && VB != RAW) excess += weight[i];
   }
   if (raise) {
     float offset[R];
-    group_excess<R, LV>(excess, own_weights, group_weights, offset);
+    group_excess<R, LV>(excess * v_code.offset, own_weights, group_weights, offset);
     excess = 0.0f;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -229,7 +241,7 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
 #pragma unroll 1
     for (int i = 0; i < min(LV, live - start); ++i) {
       float x[CV], w[R];
-      load_exact<CV, VB, LLOYD, DENORMAL>(from + min(start + int(vg) * LV + i, live - 1) * DV, x);
+      load_exact<CV>(from + min(start + int(vg) * LV + i, live - 1) * DV, x);
       load_rows<R>(group_weights + weights_of<R>(i), w);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
@@ -253,37 +265,39 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
 }
 
 // Add up the lanes, rotate back what codes gave, and write.
-float offset[R] = {};
-if (MASK == 1) group_excess<R, LV>(excess, own_weights, group_weights, offset);
+const float offset = row_sum<R, J>(excess) * v_code.offset, v_unit = coordinate_scale<VB, LLOYD, DENORMAL>(lane % CV);
 #pragma unroll
 for (int r = 0; r < R; ++r) {
 #pragma unroll
   for (int e = 0; e < CV; ++e) {
-    float x = fma(acc[r * CV + e], coordinate_scale<VB, LLOYD, DENORMAL>(e), -offset[r]);
-    for (int w = LV; w < 32; w *= 2) x += simd_shuffle_xor(x, ushort(w));
-    acc[r * CV + e] = x;
+    for (int w = LV; w < 32; w *= 2) acc[r * CV + e] += simd_shuffle_xor(acc[r * CV + e], ushort(w));
   }
 }
 // Sums go where the queries were, which a simdgroup without tokens has only just read.
 simdgroup_barrier(mem_flags::mem_threadgroup);
-if (vg == 0 && vl * CV < DV) {
+if (lane * CV < DV) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
 #pragma unroll
-    for (int n = 0; n < CV / 4; ++n) store_four(acc + r * CV + 4 * n, queries + r * DV + vl * CV + 4 * n);
+    for (int n = 0; n < CV / 4; ++n) store_four(acc + r * CV + 4 * n, queries + r * DV + lane * CV + 4 * n);
   }
 }
 const float total = row_sum<R, J>(denominator);
 device float* softmax = partial + softmax_at(params, DV);
-if (lane % J == 0 && kg == 0 && first_row + int(own) < rows) {
-  const uint at = (slot * rows + first_row + own) * splits + split;
+if (own_token == 0 && int(own) < n_rows) {
+  const uint at = to + own * splits;
   softmax[at * 2] = top;
   softmax[at * 2 + 1] = total;
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll 1
-for (int r = 0; r < min(R, rows - first_row); ++r) {
-  if (coded && VB != RAW) rotate_row_back<DV>(queries + r * DV, v_signs, v_mix, consts[3], lane);
-  const size_t at = (slot * rows + first_row + r) * splits + split;
-  for (int i = lane; i < DV; i += 32) partial[at * DV + i] = queries[r * DV + i];
+for (int r = 0; r < n_rows; ++r) {
+  threadgroup float* y = queries + r * DV;
+  const float row_offset = simd_shuffle(offset, ushort(r * J));
+  if (coded && VB != RAW) {
+    for (int i = lane; i < DV; i += 32) y[i] = fma(y[i], v_unit, -row_offset);
+    rotate_row_back<DV>(y, v_signs, v_mix, consts[3] * v_code.step, lane);
+  }
+  const size_t at = to + r * splits;
+  for (int i = lane; i < DV; i += 32) partial[at * DV + i] = y[i];
 }

@@ -31,7 +31,7 @@ constexpr int power_part(int d) {
   return p == d ? d : p / 4;  // Paley orders are 4 times an odd number
 }
 
-constexpr int field_width(int bits) { return bits == 4 ? 4 : 2; }
+constexpr int field_width(int bits) { return bits == 4 ? 4 : bits == 1 ? 1 : 2; }
 
 constexpr int row_words(int d, int width) { return (d * width + 31) / 32; }
 
@@ -153,14 +153,6 @@ TQ_FUNC void rotate_held_back(
 
 // The same for rows in threadgroup memory, in small code. Lane i % 32 reads y[i]: what another lane wrote there needs a
 // barrier before.
-template <int D>
-TQ_FUNC void hadamard_row(threadgroup float* y, device const uint* mix, uint lane) {
-  float v[share(D)];
-  load_row<D>(y, v, lane);
-  hadamard<D, true>(v, y, mix, lane);
-  store_row<D>(v, y, lane);
-}
-
 template <int D>
 TQ_FUNC void rotate_row(threadgroup float* y, device const float* signs, device const uint* mix, float norm, uint lane) {
   float v[share(D)];

@@ -86,11 +86,10 @@ template <int N>
 TQ_FUNC uint spread(uint bits) { return N == 32 ? bits : bits | bits << (16 - N / 2); }
 
 // A chunk of an uncoded row.
-template <int C, int B, bool LLOYD, bool DENORMAL, typename T>
+template <int C, typename T>
 TQ_FUNC void load_exact(device const T* row, thread float* x) {
 #pragma unroll
-  for (int e = 0; e < C; ++e)
-    x[e] = float(row[e]) * (1.0f / coordinate_scale<B, LLOYD, DENORMAL>(e));
+  for (int e = 0; e < C; ++e) x[e] = float(row[e]);
 }
 
 template <int C, int B, bool LLOYD, bool DENORMAL>
@@ -100,8 +99,8 @@ TQ_FUNC void load_coded(
   constexpr int W = field_width(B), N = C * W < 32 ? C : 32 / W;  // fields of a word
   const uint bits = B == 3 ? load_bits<C>(plane) : 0u;
   uint chunk_words[C / N];
-  if (C * W < 32) {  // half a word: fields k and k + N / 2 go where a word has them
-    chunk_words[0] = spread<16>(*(device const ushort*)codes);
+  if (C * W < 32) {  // less than a word: fields k and k + N / 2 go where a word has them
+    chunk_words[0] = spread<C * W>(load_bits<C * W>(codes));
   } else if (C / N % 2 == 0) {
 #pragma unroll
     for (int w = 0; w < C / N / 2; ++w) {
@@ -147,7 +146,7 @@ TQ_FUNC void load_chunk(
 template <int C, int B, bool LLOYD, bool DENORMAL, typename T>
 TQ_FUNC void load_chunk(
     device const T* codes, device const uchar* plane, threadgroup const float* levels, float ratio, thread float* x) {
-  load_exact<C, B, LLOYD, DENORMAL>(codes, x);
+  load_exact<C>(codes, x);
 }
 
 // A pointer with the type of another.
@@ -185,21 +184,6 @@ TQ_FUNC float own_row(thread float* x) {
 #pragma unroll
     for (int r = 0; r < R / 2; ++r) x[r] += simd_shuffle_xor(x[r + R / 2], ushort(J * R / 2));
     return own_row<R / 2, J>(x);
-  }
-}
-
-// Rows in the order in which own_row takes them.
-template <int R, int J>
-TQ_FUNC void own_first(thread float* x, uint lane) {
-#pragma unroll
-  for (int h = 1; h < R; h *= 2) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (r & h) continue;
-      const float a = x[r], b = x[r + h];
-      x[r] = lane & (J * h) ? b : a;
-      x[r + h] = lane & (J * h) ? a : b;
-    }
   }
 }
 
@@ -255,22 +239,27 @@ TQ_FUNC void group_excess(
   }
 }
 
-// C coordinates of a query, or zeros where a lane has no chunk; returns their sum.
-template <int C>
-TQ_FUNC float load_query(threadgroup const float* from, bool there, thread float* q) {
-  float sum = 0.0f;
+// C coordinates of each of R queries, that of row `own` first, or zeros where a lane has no chunk.
+template <int D, int C, int R>
+TQ_FUNC void load_queries(threadgroup const float* from, uint chunk, uint own, bool there, thread float* q) {
 #pragma unroll
-  for (int n = 0; n < C / 4; ++n) {
-    float four[4];
-    load_rows<4>(from + 4 * n, four);
+  for (int r = 0; r < R; ++r) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = there ? four[i] : 0.0f;
-      q[4 * n + i] = x;
-      sum += x;
+    for (int n = 0; n < C / 4; ++n) {
+      float four[4];
+      load_rows<4>(from + (chunk + (r ^ own) * D + 4 * n), four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[r * C + 4 * n + i] = there ? four[i] : 0.0f;
     }
   }
-  return sum;
+}
+
+// Sum of a row in threadgroup memory, of which every lane has its coordinates in a `unit` of its own.
+template <int D>
+TQ_FUNC float row_total(threadgroup const float* y, uint lane, float unit) {
+  float sum = 0.0f;
+  for (uint i = lane; i < D; i += 32) sum += y[i];
+  return group_sum<32>(sum / unit);
 }
 
 TQ_FUNC void store_four(thread const float* x, threadgroup float* to) {
@@ -290,33 +279,20 @@ TQ_FUNC void read_query(device const T* from, float scale, uint lane, threadgrou
 // Dot products of R queries with J packed keys, R rows apart, of which every lane of a group of R J reads its own
 // chunk: lane i of each J gets the sum of key i and its own query. Keys I, I + W, I + 2 W ... are done here; the halves
 // of each pair of lanes swap what the other is to keep, so a key costs little more than one shuffle a query.
-template <int D, int C, int B, bool LLOYD, bool QJL, bool DENORMAL, int R, int J, int W, int I, typename P, typename S>
+template <int D, int C, int B, bool LLOYD, bool DENORMAL, int R, int J, int W, int I, typename P>
 TQ_FUNC float key_sum(
-    P codes, device const uchar* plane, device const uchar* jl, device const S* residual,
-    threadgroup const float* levels, float ratio, uint lane, thread const float* q, thread const float* q_jl,
-    thread const float* start, thread const float* jl_start) {
+    P codes, device const uchar* plane, threadgroup const float* levels, float ratio, uint lane,
+    thread const float* q, float start) {
   if constexpr (W == J) {
     float x[C], sums[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) sums[r] = start[r];
-    if (QJL) {
-      const uint bits = spread<C>(load_bits<C>(next_row<D, 1>(jl, I * R)));
-      const float norm = float(residual[I * R]);
-#pragma unroll
-      for (int k = 0; k < C / 2; ++k) fields<1, DENORMAL>(bits, k, x[k], x[k + C / 2]);
-#pragma unroll
-      for (int r = 0; r < R; ++r) sums[r] = fma(norm, dot<C>(q_jl + r * C, x, jl_start[r]), sums[r]);
-    }
     load_chunk<C, B, LLOYD, DENORMAL>(
         next_row<D, field_width(B)>(codes, I * R), next_row<D, 1>(plane, I * R), levels, ratio, x);
 #pragma unroll
-    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, sums[r]);
+    for (int r = 0; r < R; ++r) sums[r] = dot<C>(q + r * C, x, r ? 0.0f : start);
     return own_row<R, J>(sums);
   } else {
-    const float a = key_sum<D, C, B, LLOYD, QJL, DENORMAL, R, J, 2 * W, I>(
-        codes, plane, jl, residual, levels, ratio, lane, q, q_jl, start, jl_start);
-    const float b = key_sum<D, C, B, LLOYD, QJL, DENORMAL, R, J, 2 * W, I + W>(
-        codes, plane, jl, residual, levels, ratio, lane, q, q_jl, start, jl_start);
+    const float a = key_sum<D, C, B, LLOYD, DENORMAL, R, J, 2 * W, I>(codes, plane, levels, ratio, lane, q, start);
+    const float b = key_sum<D, C, B, LLOYD, DENORMAL, R, J, 2 * W, I + W>(codes, plane, levels, ratio, lane, q, start);
     const bool upper = lane & W;
     const float keep = upper ? b : a, give = upper ? a : b;
     return keep + simd_shuffle_xor(give, ushort(W));

@@ -636,19 +636,20 @@ def _tables(
     return {"k_mix": mix_rows(dim), "v_mix": mix_rows(value_dim), "consts": consts}
 
 
-def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, qjl: bool, device: str) -> int:
-    """How many query rows share one decode: as many as registers, threadgroup memory and lanes carry.
-
-    The sketches that QJL adds to queries, and wide rows, leave Apple's GPUs registers for fewer.
-    """
+def _rows_per_simdgroup(rows: int, dim: int, value_dim: int, format: TQFormat, device: str) -> int:
+    """How many query rows share one decode: as many as registers, threadgroup memory and lanes carry."""
     widest, narrowest, most = max(dim, value_dim), min(dim, value_dim), 4
-    if device == "metal":
-        most = 1 if widest > 256 else 2 if qjl else 4
-    elif widest > 256:
-        most = 2
-    while most > rows or 8 * most > narrowest or NSG * most * (widest + 32) * 4 + 128 > _THREADGROUP_BYTES:
+    if widest > 256:
+        most = 1 if device == "metal" else 2
+    while most > rows or 8 * most > narrowest or _threadgroup_bytes(most, widest, format) > _THREADGROUP_BYTES:
         most //= 2
     return most
+
+
+def _threadgroup_bytes(rows: int, widest: int, format: TQFormat) -> int:
+    """Threadgroup memory of attend.metal: queries, with QJL two or three rows for each, weights and levels."""
+    copies = (2 + format.centered_keys) if format.qjl else 1
+    return NSG * rows * (copies * widest + 32) * 4 + 128
 
 
 @cache
@@ -680,7 +681,7 @@ def _launch_shape(pair: _Pair, layout: Layout, rows: int, mma: bool) -> tuple[in
     if mma:
         per_item = 4 * min(-(-rows // 4), len(resident))
     else:
-        per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.format.qjl, pair.device)
+        per_item = _rows_per_simdgroup(rows, pair.dim, pair.value_dim, pair.format, pair.device)
     tiles = -(-rows // per_item)
     items = tiles * pair.n_kv_heads * pair.batch
     packed = -(-max(layout.packed) // ROW_BLOCK)

@@ -34,15 +34,18 @@ BUGS = {
     "no barrier after packing": ("encode.h", BARRIER, "", 0),
     "levels are read before they are written": (
         "attend.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
-    "sketch overwrites the query too early": ("attend.metal", "  " + BARRIER, "", 0),
     "barrier orders device memory only": ("common.h", "mem_flags::mem_threadgroup", "mem_flags::mem_device", 0),
-    "sums overwrite queries that are still read": ("attend.metal", BARRIER + "\nif (vg == 0", "if (vg == 0", 0),
-    "offset of the last block is forgotten": ("attend.metal", "MASK != 1 && start == end - 32", "false", 0),
+    "sums overwrite queries that are still read": ("attend.metal", BARRIER + "\nif (lane * CV", "if (lane * CV", 0),
+    "queries are read before they are rotated": ("attend.metal", BARRIER, "", 0),
+    "means overwrite queries that are still read": ("attend.metal", "  " + BARRIER, "", 0),
     "early return before the barrier": (
         "attend.metal", "if (sg == 0) levels", "if (split >= splits) return;\nif (sg == 0) levels", 0),
-    "simdgroups share one scratch row": ("attend.metal", "scratch + sg * R * MAX_D", "scratch", 0),
-    "scratch is too small": ("attend.metal", "scratch[NSG * R * MAX_D / 4]", "scratch[NSG * D / 4]", 0),
-    "threadgroup memory above 32 KiB": ("attend.metal", "scratch[NSG * R * MAX_D / 4]", "scratch[NSG * R * D * 10]", 0),
+    "simdgroups share one scratch row": ("attend.metal", "floats + sg * ROOM;", "floats;", 0),
+    "scratch is too small": ("attend.metal", "scratch[NSG * ROOM / 4]", "scratch[NSG * D / 4]", 0),
+    "threadgroup memory above 32 KiB": ("attend.metal", "scratch[NSG * ROOM / 4]", "scratch[NSG * R * D * 10]", 0),
+    "sketches where the queries are": ("attend.metal", "SKETCHES = R * (D > DV ? D : DV)", "SKETCHES = 0", 0),
+    "no room for sketches and means": ("attend.metal", "(QJL ? CENTERED ? 3 : 2 : 1)", "(QJL ? 2 : 1)", 0),
+    "means in place of rotated queries that are still read": ("attend.metal", "PLAIN = QJL ? 2 * SKETCHES : 0", "PLAIN = 0", 0),
     # strides and places
     "packed stride of the exact rows": ("attend.metal", "at_packed = size_t(slot) * capacity", "at_packed = slot * exact_capacity", 0),
     "exact stride is the live length": ("attend.metal", "at_exact = size_t(slot) * exact_capacity", "at_exact = slot * n_exact", 0),
@@ -64,7 +67,7 @@ BUGS = {
     "merge skips the last split": ("merge.metal", "if (s < splits)", "if (s + 1 < splits)", 0),
     "an output coordinate is never written": ("merge.metal", "int i = lane; i < DV; i += 32) {", "int i = lane; i + 1 < DV; i += 32) {", 0),
     "a partial result is never written": ("attend.metal", "int i = lane; i < DV; i += 32) partial", "int i = lane; i + 1 < DV; i += 32) partial", 0),
-    "rows past the last are written": ("attend.metal", "r < min(R, rows - first_row)", "r < R", 0),
+    "rows past the last are written": ("attend.metal", "r < n_rows; ++r", "r < R; ++r", 0),
     # masks
     "causal off by one": ("common.h", "column <= columns - params[1] + row / G", "column < columns - params[1] + row / G", 0),
     "causal lets one too many through": ("common.h", "column <= columns - params[1] + row / G", "column <= columns - params[1] + 1 + row / G", 0),
@@ -88,14 +91,17 @@ BUGS = {
     "soft-cap after the mask": ("common.h", "if (SOFTCAP) s = softcap * tanh(s / softcap);", "", 0),
     "accumulator is not initialised": ("attend.metal", "acc[e] = 0.0f;", "", 0),
     # query rows of lanes
-    "queries in the order of the rows": ("attend.metal", "(r ^ own) * D", "r * D", 0),
-    "sketches in the order of the rows": ("attend.metal", "(r ^ own) * D", "r * D", 1),
-    "means in the order of the rows": ("attend.metal", "own_first<R, J>(sums, lane);", "", 0),
+    "queries in the order of the rows": ("tq.h", "(r ^ own) * D", "r * D", 0),
+    "means in the order of the rows": ("attend.metal", "(r ^ own) * D", "r * D", 0),
+    "keys start with another row": ("attend.metal", "k_start = r == int(own)", "k_start = r == 0", 0),
+    "sketches start with another row": ("attend.metal", "jl_start = r == int(own)", "jl_start = r == 0", 0),
+    "every row starts": ("tq.h", "r ? 0.0f : start", "start", 0),
+    "offset of the first row": ("attend.metal", "simd_shuffle(offset, ushort(r * J))", "simd_shuffle(offset, ushort(0))", 0),
     "rows swapped with the wrong lane": ("tq.h", "x[r + R / 2], ushort(J * R / 2)", "x[r + R / 2], ushort(J)", 0),
     "shrinkage of the first row": ("attend.metal", "shrink, ushort(r * J)", "shrink, ushort(0)", 0),
     "excess of the first tokens only": ("tq.h", "weights + i, part", "weights, part", 0),
-    "weights are read before they are written": ("attend.metal", "  " + BARRIER, "", 3),
-    "weights are written before they are read": ("attend.metal", "  " + BARRIER, "", 2),
+    "weights are read before they are written": ("attend.metal", "  " + BARRIER, "", 2),
+    "weights are written before they are read": ("attend.metal", "  " + BARRIER, "", 1),
     "excess is read before it is written": ("tq.h", BARRIER, "", 1),
     "excess overwrites weights in use": ("tq.h", BARRIER, "", 0),
     # decoding
@@ -108,18 +114,25 @@ BUGS = {
     "butterfly keeps the wrong half": ("tq.h", "keep = upper ? b : a", "keep = upper ? a : b", 0),
     "idle lanes count": ("tq.h", "there ? four[i] : 0.0f", "four[i]", 0),
     "Paley column instead of row": ("common.h", "row >> b & 1u ? other : -other", "row >> b & 1u ? -other : other", 0),
-    "residual norm is forgotten": ("tq.h", "fma(norm, dot", "fma(1.0f, dot", 0),
-    "unset sign bits count 0": ("attend.metal", "jl_start[QJL ? r : 0] = -load_query<C>(", "jl_start[QJL ? r : 0] = 0.0f * load_query<C>(", 0),
-    "query is not rotated": ("attend.metal", "if (coded && KB != RAW) rotate_row", "if (false) rotate_row", 0),
-    "exact rows get a rotated query": ("attend.metal", "if (coded && KB != RAW) rotate_row", "if (KB != RAW) rotate_row", 0),
+    "residual norm is forgotten": ("attend.metal", "fma(float(k_residual_at[i]), ", "fma(1.0f, ", 0),
+    "unset sign bits count 0": ("attend.metal", "? -jl_total / J : jl_start", "? 0.0f : jl_start", 0),
+    "key codes count from 0": ("attend.metal", "? -k_code.offset * k_total / J : k_start", "? 0.0f : k_start", 0),
+    "value codes count from 0": ("attend.metal", "row_sum<R, J>(excess) * v_code.offset", "0.0f", 0),
+    "one unit for all coordinates of queries": ("attend.metal", "DENORMAL>(lane % C), k_factor", "DENORMAL>(0), k_factor", 0),
+    "one unit for all coordinates of sketches": ("attend.metal", "DENORMAL>(lane % (C / 2))", "DENORMAL>(0)", 0),
+    "one unit for all coordinates of values": ("attend.metal", "DENORMAL>(lane % CV)", "DENORMAL>(0)", 0),
+    "sketches have the unit of queries": ("attend.metal", "y[i] / k_factor", "y[i]", 0),
+    "step of the values is forgotten": ("attend.metal", "consts[3] * v_code.step", "consts[3]", 0),
+    "query is not rotated": ("attend.metal", "if (!coded || KB == RAW) continue;", "continue;", 0),
+    "exact rows get a rotated query": ("attend.metal", "if (!coded || KB == RAW) continue;", "", 0),
     "means get a rotated query": ("attend.metal", "if (CENTERED && coded) {", "if (false) {", 0),
     "a weight of another split": ("merge.metal", "weights[sg * 32 + k]", "weights[sg * 32 + (k ^ 1)]", 0),
     "exact rows are left out": ("common.h", "tokens.exact = row[1] + row[3]", "tokens.exact = row[3]", 0),
     "exact rows are dealt out twice": ("attend_mma.metal", "block = coded_end", "block = coded_end / 2", 0),
     "blocks are dealt out twice": ("common.h", "worker - tokens.coders) * share", "worker - tokens.coders) * (share - 1)", 0),
-    "result is not rotated back": ("attend.metal", "if (coded && VB != RAW) rotate_row_back", "if (false) rotate_row_back", 0),
-    "exact rows are rotated back": ("attend.metal", "if (coded && VB != RAW) rotate_row_back", "if (VB != RAW) rotate_row_back", 0),
-    "sums are rotated back before all are there": ("attend.metal", BARRIER + "\n#pragma unroll 1\nfor (int r = 0; r < min", "for (int r = 0; r < min", 0),
+    "result is not rotated back": ("attend.metal", "rotate_row_back<DV>(y, v_signs, v_mix, consts[3] * v_code.step, lane);", "", 0),
+    "exact rows are rotated back": ("attend.metal", "if (coded && VB != RAW) {\n    for", "if (VB != RAW) {\n    for", 0),
+    "sums are rotated back before all are there": ("attend.metal", BARRIER + "\n#pragma unroll 1\nfor (int r = 0; r < n_rows", "for (int r = 0; r < n_rows", 0),
     "pointer without an address space": ("tq.h", "thread const float* a, thread", "const float* a, thread", 0),
     "no barrier before shares are added": ("merge.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", 0),
     # matrix units
@@ -194,6 +207,7 @@ BUGS = {
 
 LLOYD = TQFormat(2, 4, codebook="lloyd", centered_keys=True, page=64)
 TQ3 = TQFormat.preset("tq3", page=32)
+CENTERED_TQ3 = TQFormat.preset("tq3", page=32, centered_keys=True)
 MIXED = TQFormat(3, 2, page=32)
 DEFAULT = TQFormat(page=32)
 
@@ -302,6 +316,8 @@ def probes(file):
         yield attend(LLOYD, 64, 5)
         yield attend(DEFAULT, 64, 1, packed=0)  # simdgroups without tokens
         yield attend(TQ3, 80, 1)
+        yield attend(TQ3, 64, 2)
+        yield attend(CENTERED_TQ3, 64, 2)
     if file in ("attend_mma.metal", "mma.h"):
         yield attend_mma(DEFAULT, 3, mask="causal")
         yield attend_mma(TQFormat(3, 3, centered_keys=True, page=32), 1, factor=4.0)

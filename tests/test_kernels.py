@@ -227,22 +227,37 @@ def test_a_cache_on_kernels_holds_the_same_bits_as_on_ops(fused_kernels):
         assert same_bits(a, b)
 
 
-def test_threadgroup_memory_stays_within_the_limit():
+@pytest.mark.parametrize("centered_keys", (False, True))
+@pytest.mark.parametrize("preset", ("default", "tq3"))
+def test_threadgroup_memory_stays_within_the_limit(preset, centered_keys):
+    format = TQFormat.preset(preset, centered_keys=centered_keys)
     for dim in filter(supported_dim, range(16, 513)):
         if kernels.dim_reason(dim):
             continue
         for device in ("metal", "cuda"):
-            rows = kernels._rows_per_simdgroup(64, dim, dim, False, device)
+            rows = kernels._rows_per_simdgroup(64, dim, dim, format, device)
             assert rows >= 1
-            assert kernels.NSG * rows * (dim + 32) * 4 + 128 <= 32768
+            assert kernels._threadgroup_bytes(rows, dim, format) <= 32768
 
 
 @runner_only
-@pytest.mark.parametrize("dim", (512, 256))
-def test_threadgroup_memory_of_the_widest_rows(fused_kernels, dim):
-    keys, values = ragged(TQFormat.preset("tq3", page=32, scale_dtype="bfloat16"), dim=dim)
-    check(normal(1, 3, 4, 2, dim), keys, values, bound=6e-6)
-    assert msl.last_run().threadgroup_bytes <= 32768
+@pytest.mark.parametrize("centered_keys", (False, True))
+@pytest.mark.parametrize("dim", (512, 256, 128))
+def test_threadgroup_memory_of_wide_rows(fused_kernels, monkeypatch, dim, centered_keys):
+    """The kernel takes as much as its launch counts on."""
+    taken, launch = {}, kernels._launch
+
+    def record(made, inputs):
+        out = launch(made, inputs)
+        taken[made.name] = msl.last_run().threadgroup_bytes
+        return out
+
+    monkeypatch.setattr(kernels, "_launch", record)
+    format = TQFormat.preset("tq3", page=32, scale_dtype="bfloat16", centered_keys=centered_keys)
+    keys, values = ragged(format, dim=dim)
+    check(normal(1, 3, 8, 2, dim), keys, values, bound=6e-6)
+    rows = kernels._rows_per_simdgroup(8, dim, dim, format, "metal")
+    assert taken["attend"] == kernels._threadgroup_bytes(rows, dim, format) <= 32768
 
 
 # ------------------------------------------------------------------ which path, and why
@@ -294,7 +309,7 @@ def test_self_test_passes_and_is_kept(fused_kernels):
     [
         ("attend.metal", "% J == 0 ? total", "% J == 0 ? 2.0f * total"),
         ("attend.metal", "score[i], mean_score)", "score[i], 0.0f)"),
-        ("attend.metal", "if (coded && VB != RAW) rotate_row_back", "if (false) rotate_row_back"),
+        ("attend.metal", "rotate_row_back<DV>(y, v_signs, v_mix, consts[3] * v_code.step, lane);", ""),
         ("encode.metal", "- (CENTERED ? float(k_mean[page * D + i]) : 0.0f)", "- 0.0f"),
     ],
     ids=["exact scores", "scores of means", "rotation", "encoded means"],

@@ -137,11 +137,12 @@ def token_loop(program: Program) -> range:
 
 
 def passes(case: Case, changes: dict[str, str]) -> list[int]:
-    """How often each loop in the loop over tokens runs: those over keys, over the mean of a page, and over values."""
+    """How often each loop in the loop over tokens runs: over sketches, keys, the mean of a page, and values."""
     format = TQFormat.preset(case.format)
-    lanes = case.head_dim // (8 if case.group * (1 + format.qjl) > 2 else 16)
+    lanes = case.head_dim // (8 if case.group > 2 else 16)
     mean = format.centered_keys and changes != PACKED | NO_MEAN
-    loops = case.group, case.head_dim // 32 if mean else 1, lanes // min(lanes, 16 // case.group)
+    keys = [case.group] * (1 + format.qjl)
+    loops = *keys, case.head_dim // 32 if mean else 1, lanes // min(lanes, 16 // case.group)
     return [n for n in loops if n > 1]
 
 
