@@ -9,8 +9,8 @@ constexpr int J = LK / R;                     // neighbouring lanes with one que
 constexpr int V = LV < 16 / R ? LV : 16 / R;  // values at a time: few, so that the loop fits the instruction cache
 constexpr int WK = field_width(KB), WV = field_width(VB);
 constexpr int RENEW = 8;  // blocks after which sums are renewed
-// A simdgroup's floats of threadgroup memory: the rotated queries; with QJL their sketches behind them, because registers
-// have room for one of the two; and the queries for means, in place of rotated ones that stay in registers.
+// A simdgroup's floats of threadgroup memory: the rotated queries; with QJL their sketches behind them, because
+// registers have room for one of the two; and the queries for means, in place of rotated ones that stay in registers.
 constexpr int SKETCHES = R * (D > DV ? D : DV), PLAIN = QJL ? 2 * SKETCHES : 0;
 constexpr int ROOM = (QJL ? CENTERED ? 3 : 2 : 1) * SKETCHES;
 const int G = params[0], L = params[1], columns = params[2], capacity = params[3], exact_capacity = params[4];
@@ -56,8 +56,8 @@ const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(leve
 const float k_unit = coordinate_scale<KB, LLOYD, DENORMAL>(lane % C), k_factor = k_unit * k_code.step;
 const float jl_unit = 2.0f * field_scale<1, DENORMAL>(lane % (C / 2));
 
-// Read the queries and rotate them for codes. The score of this lane's row starts so that codes are symmetric, and that
-// a bit of a sketch that is not set counts -1.
+// Read the queries and rotate them for codes. This lane's sums for its own row start so that codes are symmetric, and
+// that a bit of a sketch that is not set counts -1.
 float k_start = 0.0f, jl_start = 0.0f;
 #pragma unroll 1
 for (int r = 0; r < R; ++r) {
@@ -65,13 +65,13 @@ for (int r = 0; r < R; ++r) {
   read_query<D>(query + size_t(simd_shuffle(query_row, ushort(r * J))) * D, consts[0], lane, y);
   if (!coded || KB == RAW) continue;
   rotate_row<D>(y, k_signs, k_mix, consts[4] * k_factor, lane);
-  const float k_total = row_total<D>(y, lane, k_unit);
-  k_start = r == int(own) ? -k_code.offset * k_total / J : k_start;
+  const float part = own_part<D, C, J>(y, kl, lane, k_unit);
+  k_start = r == int(own) ? -k_code.offset * part : k_start;
   if (QJL) {
     for (int i = lane; i < D; i += 32) sketch[i] = y[i] / k_factor;
     rotate_row<D>(sketch, k_jl_signs, k_mix, consts[2] * jl_unit, lane);
-    const float jl_total = row_total<D>(sketch, lane, jl_unit);
-    jl_start = r == int(own) ? -jl_total / J : jl_start;
+    const float jl_part = own_part<D, C, J>(sketch, kl, lane, jl_unit);
+    jl_start = r == int(own) ? -jl_part : jl_start;
   }
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);

@@ -254,12 +254,21 @@ TQ_FUNC void load_queries(threadgroup const float* from, uint chunk, uint own, b
   }
 }
 
-// Sum of a row in threadgroup memory, of which every lane has its coordinates in a `unit` of its own.
-template <int D>
-TQ_FUNC float row_total(threadgroup const float* y, uint lane, float unit) {
+// Sum of the coordinates of a row in threadgroup memory that own_row brings together in lane kl of those that share a
+// row: chunks kl, kl + J and so on. `unit` is that of coordinates lane, lane + 32 and so on.
+template <int D, int C, int J>
+TQ_FUNC float own_part(threadgroup const float* y, uint kl, uint lane, float unit) {
   float sum = 0.0f;
-  for (uint i = lane; i < D; i += 32) sum += y[i];
-  return group_sum<32>(sum / unit);
+#pragma unroll 1
+  for (int n = 0; n < share(D); ++n) {
+    float of_chunk = group_sum<C>(holds(D, n, lane) ? y[32 * n + lane] / unit : 0.0f);
+#pragma unroll
+    for (int w = J * C; w < 32; w *= 2) of_chunk += simd_shuffle_xor(of_chunk, ushort(w));
+    const uint place = (kl - n * (32 / C)) % J;  // of its first chunk among those that lanes have now
+    const float found = simd_shuffle(of_chunk, ushort(place * C % 32));
+    sum += place < 32 / C ? found : 0.0f;
+  }
+  return sum;
 }
 
 TQ_FUNC void store_four(thread const float* x, threadgroup float* to) {

@@ -2,6 +2,10 @@
 
 It uses the native shuffle_xor, which it otherwise emulates, and it unrolls every loop of up to 4 passes: `#pragma
 unroll` is lost on the way to it, and loops over query rows that stay rolled would index their registers.
+
+It also mends the register allocator. Where that moves a live value before phis, it looks for the phi that wrote the
+value by its register alone, and may find one that is no longer used, of another size: a 32-bit value then gets an odd
+16-bit register, and the packer stops at a swap.
 """
 
 import sys
@@ -38,3 +42,6 @@ replace_once(
 )
 anchor = "   case nir_intrinsic_quad_broadcast:"
 replace_once(compiler / "agx_compile.c", anchor, CASE + anchor)
+anchor = "          !phi->dest[0].memory) {"
+size = "          phi->dest[0].size == copy->src.size && !phi->dest[0].memory) {"
+replace_once(compiler / "agx_register_allocate.c", anchor, size)
