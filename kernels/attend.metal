@@ -53,8 +53,8 @@ threadgroup const float* group_weights = (threadgroup float*)token_weights + (sg
 // Queries carry what load_chunk leaves to them. It is the same for all coordinates that a lane has of a row in
 // threadgroup memory, those at lane, lane + 32 and so on, because 32 is a multiple of C.
 const Affine k_code = affine<KB, LLOYD>(levels), v_code = affine<VB, LLOYD>(levels + 16);
-const float k_unit = coordinate_scale<KB, LLOYD, DENORMAL>(lane % C), k_factor = k_unit * k_code.step;
-const float jl_unit = 2.0f * field_scale<1, DENORMAL>(lane % (C / 2));
+const float k_unit = coordinate_scale<C, KB, LLOYD, DENORMAL>(lane % C), k_factor = k_unit * k_code.step;
+const float jl_unit = 2.0f * coordinate_scale<C, 1, false, DENORMAL>(lane % C);
 
 // Read the queries and rotate them for codes. This lane's sums for its own row start so that codes are symmetric, and
 // that a bit of a sketch that is not set counts -1.
@@ -219,7 +219,7 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
       const float smaller = simd_shuffle(shrink, ushort(r * J));
 #pragma unroll
       for (int e = 0; e < CV; ++e)
-        acc[r * CV + e] = fma(acc[r * CV + e], smaller, -offset[r] / coordinate_scale<VB, LLOYD, DENORMAL>(e));
+        acc[r * CV + e] = fma(acc[r * CV + e], smaller, -offset[r] / coordinate_scale<CV, VB, LLOYD, DENORMAL>(e));
     }
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -265,7 +265,8 @@ for (int start = blocks.begin * 32, end = blocks.end * 32; start < end; start +=
 }
 
 // Add up the lanes, rotate back what codes gave, and write.
-const float offset = row_sum<R, J>(excess) * v_code.offset, v_unit = coordinate_scale<VB, LLOYD, DENORMAL>(lane % CV);
+const float offset = row_sum<R, J>(excess) * v_code.offset;
+const float v_unit = coordinate_scale<CV, VB, LLOYD, DENORMAL>(lane % CV);
 #pragma unroll
 for (int r = 0; r < R; ++r) {
 #pragma unroll

@@ -26,10 +26,14 @@ constexpr float field_scale(int k) {
   return DENORMAL ? float(1u << (24 - W * k % 8)) : 1.0f;
 }
 
+// Fields of width w in a word of a chunk of c coordinates, which may be less than a word.
+constexpr int word_fields(int c, int w) { return c * w < 32 ? c : 32 / w; }
+
 // What coordinate e of a chunk must be multiplied by after load_chunk. Queries and outputs carry the factor instead.
-template <int B, bool LLOYD, bool DENORMAL>
+template <int C, int B, bool LLOYD, bool DENORMAL>
 constexpr float coordinate_scale(int e) {
-  return B == RAW || (LLOYD && B != 2) ? 1.0f : field_scale<field_width(B), DENORMAL>(e % (16 / field_width(B)));
+  constexpr int W = field_width(B);
+  return B == RAW || (LLOYD && B != 2) ? 1.0f : field_scale<W, DENORMAL>(e % (word_fields(C, W) / 2));
 }
 
 // What load_chunk gives is in units of `step` and above zero by `offset`. Four symmetric levels are affine in the two
@@ -96,7 +100,7 @@ template <int C, int B, bool LLOYD, bool DENORMAL>
 TQ_FUNC void load_coded(
     device const uchar* codes, device const uchar* plane, threadgroup const float* levels, float ratio,
     thread float* x) {
-  constexpr int W = field_width(B), N = C * W < 32 ? C : 32 / W;  // fields of a word
+  constexpr int W = field_width(B), N = word_fields(C, W);
   const uint bits = B == 3 ? load_bits<C>(plane) : 0u;
   uint chunk_words[C / N];
   if (C * W < 32) {  // less than a word: fields k and k + N / 2 go where a word has them
@@ -131,7 +135,7 @@ TQ_FUNC void load_coded(
   }
   if (LLOYD && B > 2) {
 #pragma unroll
-    for (int e = 0; e < C; ++e) x[e] = levels[int(x[e] * coordinate_scale<B, false, DENORMAL>(e))];
+    for (int e = 0; e < C; ++e) x[e] = levels[int(x[e] * coordinate_scale<C, B, false, DENORMAL>(e))];
   }
 }
 

@@ -121,7 +121,7 @@ BUGS = {
     "key codes count from 0": ("attend.metal", "? -k_code.offset * part : k_start", "? 0.0f : k_start", 0),
     "value codes count from 0": ("attend.metal", "row_sum<R, J>(excess) * v_code.offset", "0.0f", 0),
     "one unit for all coordinates of queries": ("attend.metal", "DENORMAL>(lane % C), k_factor", "DENORMAL>(0), k_factor", 0),
-    "one unit for all coordinates of sketches": ("attend.metal", "DENORMAL>(lane % (C / 2))", "DENORMAL>(0)", 0),
+    "one unit for all coordinates of sketches": ("attend.metal", "DENORMAL>(lane % C);", "DENORMAL>(0);", 0),
     "one unit for all coordinates of values": ("attend.metal", "DENORMAL>(lane % CV)", "DENORMAL>(0)", 0),
     "sketches have the unit of queries": ("attend.metal", "y[i] / k_factor", "y[i]", 0),
     "step of the values is forgotten": ("attend.metal", "consts[3] * v_code.step", "consts[3]", 0),
